@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from gnnfleet.errors import ConfigError
 
@@ -26,6 +29,10 @@ def parse_size(text: object) -> int:
     if amount < 1:
         raise ConfigError(f"memory {text!r} is not a size: write 4GiB, 500MB or a number of bytes")
     return amount
+
+
+OptionalSize = Annotated[int | None, BeforeValidator(lambda size: None if size is None else parse_size(size))]
+"""A size in a config; None if it is not set."""
 
 
 def _parse_amount(text: str) -> float:

@@ -119,7 +119,7 @@ def test_a_layer_may_occur_twice(folder: Path, options: dict[str, Any]) -> None:
 def test_node_order_and_memory_limit_change_only_rounding(folder: Path) -> None:
     settings: dict[str, Any] = {"model": model(folder), "epochs": 2, "precision": "float64"}
     plain = train(folder / "store", **settings)
-    other = train(folder / "store", **settings, order="cluster", memory="150KB", eval_every=2)
+    other = train(folder / "store", **settings, order="cluster", evaluation_memory="150KB", eval_every=2)
     torch.testing.assert_close(other.logits(), plain.logits(), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(other.embeddings(), plain.embeddings(), rtol=1e-8, atol=1e-10)
 
@@ -204,7 +204,7 @@ def make(config, graph, out_channels):
     )
     settings: dict[str, Any] = {"model": f"{folder / 'custom.py'}:make", "split": "0.6/0.2/0.2", "epochs": 3}
     plain = train(shop, **settings)
-    limited = train(shop, **settings, memory=20_000)
+    limited = train(shop, **settings, evaluation_memory=20_000)
     torch.testing.assert_close(plain.logits(), limited.logits(), rtol=1e-4, atol=1e-5)
 
 

@@ -173,3 +173,22 @@ def test_a_run_keeps_its_model_and_store(store: Path, finished: tuple[Path, dict
     )
     with pytest.raises(RunError, match="is not a run"):
         graph_of_run(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "advice"),
+    [
+        ("local", 1, "for strategy local use --set evaluation_memory=SIZE"),
+        ("tma", 2, "for strategy tma use --set evaluation_memory=SIZE"),
+        ("macrobatch", 2, r"for strategy macrobatch use --set strategy\.feature_memory=SIZE"),
+        ("pipe", 2, "for strategy pipe leave it out; gnnfleet plan"),
+    ],
+)
+def test_a_memory_budget_that_a_strategy_does_not_keep_is_refused(strategy: str, workers: int, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"--memory is the budget of a worker of sar, and of plans; {advice}"):
+        train(communities(60), strategy=strategy, workers=workers, epochs=1, memory="1GiB")
+
+
+def test_the_plan_translates_a_memory_budget_for_the_strategy_it_selects() -> None:
+    record = train(communities(60), strategy="auto", model={"name": "sage", "hidden": 8}, epochs=1, memory="3GiB")
+    assert record.config.memory is None and record.config.evaluation_memory == 3 << 30

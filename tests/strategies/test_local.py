@@ -114,7 +114,7 @@ CHUNKS += [(MODELS[1], 1_000, "store")]
 def test_chunks_change_rounding_only(graph: Graph, model: dict[str, Any], limit: int, order: str) -> None:
     unchunked = make_strategy(graph, run_settings(model, strategy={"order": order}))
     list(unchunked.train_epoch(0))
-    chunked = make_strategy(graph, run_settings(model, strategy={"order": order}, memory=limit))
+    chunked = make_strategy(graph, run_settings(model, strategy={"order": order}, evaluation_memory=limit))
     chunked.load_state_dict({"model": unchunked.state_dict()["model"]})
     expected, actual = unchunked.predict(embeddings=True), chunked.predict(embeddings=True)
     assert expected.embeddings is not None and actual.embeddings is not None
@@ -128,7 +128,7 @@ def test_several_node_types_train_and_order_and_chunks_change_rounding_only(hete
     strategy = make_strategy(hetero, settings)
     losses = [record.loss for epoch in range(5) for record in strategy.train_epoch(epoch)]
     assert losses[-1] < losses[0]
-    for change in ({"strategy": {"order": "cluster"}}, {"strategy": {"order": "store"}, "memory": 30_000}):
+    for change in ({"strategy": {"order": "cluster"}}, {"strategy": {"order": "store"}, "evaluation_memory": 30_000}):
         other = make_strategy(hetero, {**settings, **change})
         other.load_state_dict({"model": strategy.state_dict()["model"]})
         torch.testing.assert_close(other.predict().logits, strategy.predict().logits, rtol=1e-9, atol=1e-11)

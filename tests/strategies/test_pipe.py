@@ -32,13 +32,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("memory", "lines"), [(None, 0), ("512MiB", 1)])
-def test_a_memory_limit_is_reported_as_ignored(store: Path, memory: str | None, lines: int) -> None:
-    log: list[str] = []
-    pipe(store, World(), log=log, memory=memory).close()
-    assert [text.partition(".")[0] for text in log] == ["Strategy pipe ignores --memory 512 MiB"] * lines
-
-
 def train_and_resume(world: World, store: str, partitions: int, gradient: str) -> list[Any]:
     """Four epochs at once, and with a resume after two."""
     settings = {"gradient": gradient, "refresh": 3, "exactness_check_every": 2}

@@ -133,10 +133,7 @@ PartitionOption = _option(
 TrainMemoryOption = _option(
     EXECUTION_PANEL,
     "SIZE",
-    "Memory budget, for example 4GiB. sar, auto: total memory of a worker; plans that exceed it are rejected. "
-    "local, tma: activations of an evaluation, which is split into chunks; default 4GiB. macrobatch: features and "
-    "their aggregate per worker; default its share of the free memory. temporal: copies of the node memory per "
-    "machine; default half of its memory. pipe: not used.",
+    "Memory budget per worker, for example 4GiB. sar keeps within it; with auto, plans that exceed it are rejected.",
 )
 RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/STORE-MODEL-N; runs/last points to it.")
 
@@ -144,7 +141,7 @@ RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Memory for activations, for example 4GiB. Default: as in training."),
+    typer.Option(metavar="SIZE", help="Memory budget per worker, for example 4GiB. Default: as in training."),
 ]
 StoreOption = Annotated[Path | None, typer.Option(metavar="STORE", help="Use this store instead of the run's own.")]
 

@@ -30,6 +30,7 @@ _RESUMABLE = (
     "report.tensorboard",
     "report.trace",
     "memory",
+    "evaluation_memory",
     "workers",
     "silence_limit",
     "partition",

@@ -14,7 +14,7 @@ from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.registry import find_spec
 from gnnfleet.strategies.spec import StrategySpec
 from gnnfleet.tasks.train_options import TrainConfig
-from gnnfleet.units import parse_size
+from gnnfleet.units import OptionalSize, parse_size
 
 SettingsTree = dict[str, Any]
 
@@ -41,10 +41,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16", "float64"] = "float32"
-    # local, tma: bytes of activations an evaluation may hold, 4GiB by default. sar, auto: memory budget of a worker.
-    # macrobatch: decides if features and their aggregate stay in memory. temporal: budget for copies of the node memory
-    # on a machine.
-    memory: Annotated[int | None, BeforeValidator(lambda size: None if size is None else parse_size(size))] = None
+    memory: OptionalSize = None  # budget per worker: sar keeps within it, plans that exceed it are rejected
+    # Activations of an evaluation; larger layers are evaluated in chunks of rows. No more than ``memory``.
+    evaluation_memory: Annotated[int, BeforeValidator(parse_size)] = 4 << 30
     # Seconds without a heartbeat after which a rank is declared dead. tma has strategy.silence.
     silence_limit: float = Field(default=DEFAULT_SILENCE_LIMIT, ge=3)
     partition: str | None = None  # assigns nodes to workers; None leaves it to the strategy
@@ -55,6 +54,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     def spec(self) -> StrategySpec[Any]:
         """The spec of the strategy."""
         return find_spec(self.strategy.name)
+
+    @property
+    def evaluation_limit(self) -> int:
+        return self.evaluation_memory if self.memory is None else min(self.memory, self.evaluation_memory)
 
     @field_validator("partition")
     @classmethod

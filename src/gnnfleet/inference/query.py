@@ -175,7 +175,7 @@ def _resolve_query(query: Query, workers: int | None) -> RunConfig:
     directory = RunDirectory(Path(query.run))
     config = directory.config()
     if query.memory is not None:
-        config = resolve({**config.model_dump(mode="json"), "memory": query.memory})
+        config = resolve({**config.model_dump(mode="json"), "memory": query.memory, "evaluation_memory": query.memory})
     directory.check_model_file()
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is a number from 1, found {workers}")

@@ -50,7 +50,7 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, nodes: Mapp
         train=config.train,
         seed=config.seed + index * SEED_STRIDE,
         precision=config.precision,
-        memory=config.memory,
+        evaluation_memory=config.evaluation_limit,
         processes=max(1, config.workers if strategy.local_trainers is None else strategy.local_trainers),
     )
     return LocalTraining(

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.config.resolve import resolve
+from gnnfleet.config.resolve import overlay, resolve, unflatten
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, GnnfleetError, first_line
 from gnnfleet.graph.events.event_stream import is_event_graph
@@ -41,7 +41,7 @@ from gnnfleet.report.progress import Progress, make_progress
 from gnnfleet.report.remarks import print_note
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, PlanningContext, TrialTiming
-from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs
+from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs, find_spec
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, FanoutOption
 from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
@@ -87,7 +87,12 @@ def choose_strategy(graph: Graph, settings: Mapping[str, Any], *, quiet: bool) -
     plan = make_plan(graph, settings, quiet=quiet)
     if plan.best is None:
         raise ConfigError("; ".join(plan.reasons))
-    return {**settings, "strategy": dict(plan.best.settings), "workers": plan.best.workers}, plan
+    chosen: SettingsTree = {**settings, "strategy": dict(plan.best.settings), "workers": plan.best.workers}
+    budget = chosen.pop("memory", None)
+    if budget is not None:
+        options = find_spec(str(plan.best.settings["name"])).memory_settings
+        chosen = overlay(unflatten(dict.fromkeys(options, budget)), chosen)
+    return chosen, plan
 
 
 def make_plan(

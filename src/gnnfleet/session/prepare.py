@@ -16,6 +16,7 @@ import torch
 from gnnfleet.analysis.cluster_count import drop_auto_settings
 from gnnfleet.config.resolve import check_resumable, overlay, resolve
 from gnnfleet.config.schema import RunConfig
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.partitioned_graph import KIND
 from gnnfleet.graph.validate import validate_graph
@@ -47,10 +48,22 @@ def resolve_run(
     """The config of a run, and the directory that it resumes. Writes nothing."""
     directory = choose_run_dir(location, graph, model="") if location.resume else None
     config = resolve(settings) if directory is None else _resumed_config(directory, graph, settings)
+    _check_memory(config)
     if config.report.tensorboard:
         check_tensorboard()
     validate_graph(graph)
     return config, directory
+
+
+def _check_memory(config: RunConfig) -> None:
+    """Raise ConfigError for a memory budget that the strategy does not keep within."""
+    if config.memory is None or "memory" in config.spec.memory_settings:
+        return
+    settings = " or ".join(f"--set {setting}=SIZE" for setting in config.spec.memory_settings)
+    advice = f"use {settings}" if settings else "leave it out; gnnfleet plan estimates what a worker needs"
+    raise ConfigError(
+        f"--memory is the budget of a worker of sar, and of plans; for strategy {config.spec.name} {advice}"
+    )
 
 
 def choose_run_dir(location: RunLocation, graph: Graph, *, model: str) -> RunDirectory:

@@ -26,9 +26,6 @@ from gnnfleet.tasks.train_options import TrainConfig
 PRECISIONS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """Dtype of weights and features. bf16 stores the results of dense products, and their operands where the CPU can."""
 
-EVALUATION_MEMORY = 4 << 30
-"""Default limit of an evaluation's activations, in bytes."""
-
 OwnedIds = Mapping[str, Tensor] | None
 """Store ids by node type: the nodes whose embedding rows a rank holds; None: all."""
 
@@ -57,7 +54,7 @@ class _BaseJob:
     train: TrainConfig
     seed: int = 0
     precision: str = "float32"
-    memory: int | None = None  # bytes; each strategy defines what they limit
+    memory: int | None = None  # budget of a worker, in bytes
     context: RankContext = field(default_factory=RankContext)
 
     @property
@@ -82,11 +79,7 @@ class Job(_BaseJob):
     partition: str | None = None  # partitioner that the user set; None leaves it to the strategy
     workers: int = 1
     processes: int = 1  # on this machine that train at the same time, each in a world of its own
-
-    @property
-    def evaluation_memory(self) -> int:
-        """Limit of an evaluation's activations, in bytes."""
-        return EVALUATION_MEMORY if self.memory is None else self.memory
+    evaluation_memory: int = 4 << 30  # limit of an evaluation's activations, in bytes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -51,6 +51,8 @@ class StrategySpec(Generic[C]):
     # Reads settings that the strategy chose by itself from the rank-local part of its state.
     chosen: Callable[[Mapping[str, Any]], Settings] | None = None
     resumable: Sequence[str] = ()  # settings that a resumed run may change
+    # Settings that a memory budget sets: ``memory`` if the strategy keeps within it, or else limits of single buffers.
+    memory_settings: Sequence[str] = ("evaluation_memory",)
 
     @property
     def name(self) -> str:

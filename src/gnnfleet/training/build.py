@@ -195,6 +195,7 @@ def make_job(run: ValidatedRun, config: RunConfig, context: RankContext) -> Job:
         seed=config.seed,
         precision=config.precision,
         memory=config.memory,
+        evaluation_memory=config.evaluation_limit,
         partition=config.partition,
         workers=config.workers,
         context=context,

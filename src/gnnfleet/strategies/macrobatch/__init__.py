@@ -18,4 +18,6 @@ SPEC = StrategySpec(
     placement="partition",
     estimate=lazy("gnnfleet.strategies.macrobatch.estimate:estimate"),
     reference=_reference,
+    resumable=("feature_memory",),
+    memory_settings=("strategy.feature_memory",),
 )

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
-from gnnfleet.units import parse_size
+from gnnfleet.units import OptionalSize, parse_size
 
 CachePolicy = Literal["static", "score", "belady"]
 
@@ -36,8 +36,10 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
     # auto: where the model and the memory allow it.
     cache_inputs: AutoSwitch = "auto"
     # Keep the features of a worker's nodes in memory; false reads those of each fetch from disk, in disk order.
-    # auto: if they take less than half of --memory, or of the available memory.
+    # auto: if they take at most half of ``feature_memory``.
     features_in_memory: AutoSwitch = "auto"
+    # Bytes per worker for features and their aggregate; by default its share of the machine's memory.
+    feature_memory: OptionalSize = None
     # nodes: a worker has all features of its nodes. columns: it has some columns of all nodes; sums of the first layer
     # are exchanged instead of features (sage, gcn). For features much wider than model.hidden.
     split: Literal["nodes", "columns"] = "nodes"

@@ -68,7 +68,7 @@ class MacrobatchStrategy(PartitionedStrategy):
         if config.split == "columns":
             _check_columns(config, job)
         self._config, self._host_ranks = config, ranks_on_this_host(job.world)
-        self._memory = job.memory or memory_limit() // len(self._host_ranks)
+        self._memory = config.feature_memory or job.memory or memory_limit() // len(self._host_ranks)
         view = RingView.open(shard, RingExchange(job.world, 1, 1, buffers.empty_buffer))
         super().__init__(job, view, cache_inputs=self._choose_cache_inputs(job, config.cache_inputs))
         self._depth = self._choose_depth()

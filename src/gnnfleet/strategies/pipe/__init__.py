@@ -22,4 +22,5 @@ SPEC = StrategySpec(
     estimate=lazy("gnnfleet.strategies.pipe.estimate:estimate"),
     reference=lambda config, layers: {"name": "local"},
     chosen=_chosen,
+    memory_settings=(),
 )

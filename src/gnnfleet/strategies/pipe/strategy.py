@@ -39,7 +39,6 @@ from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_clus
 from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share
 from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, Reporting, State, StepRecord
 from gnnfleet.tasks.base import RowLookup
-from gnnfleet.units import format_size
 
 # Keys of the state: the grid and the chunk layout of a rank's history, and the exactness monitor.
 _GRID, _LAYOUT, _MONITOR = "cut", "layout", "guard"
@@ -81,9 +80,6 @@ class PipeStrategy(Reporting):
             for line in lines:
                 job.log_user(line)
         self._open_grid(plan)
-        if job.memory is not None:
-            limit = format_size(job.memory)
-            job.log_user(f"Strategy pipe ignores --memory {limit}. Use gnnfleet plan to estimate its memory.")
 
     # -- grids --
 

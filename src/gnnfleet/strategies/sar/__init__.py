@@ -10,5 +10,6 @@ SPEC = StrategySpec(
     build=lazy("gnnfleet.strategies.sar.strategy:SarStrategy"),
     placement="partition",
     estimate=lazy("gnnfleet.strategies.sar.estimate:estimate"),
+    memory_settings=("memory",),
     reference=lambda config, layers: {"name": "local"},
 )

@@ -25,5 +25,6 @@ SPEC = StrategySpec(
     },
     estimate=lazy("gnnfleet.strategies.temporal.estimate:estimate"),
     reference=_reference,
-    resumable=("batch_parallel", "epoch_parallel", "memory_parallel"),
+    resumable=("batch_parallel", "epoch_parallel", "memory_parallel", "memory_budget"),
+    memory_settings=("strategy.memory_budget",),
 )

@@ -11,6 +11,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
 from gnnfleet.strategies.temporal.schedule import ParallelLayout
+from gnnfleet.units import OptionalSize
 
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
@@ -28,6 +29,7 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     batch_parallel: AutoCount = "auto"
     epoch_parallel: AutoCount = "auto"
     memory_parallel: AutoCount = "auto"
+    memory_budget: OptionalSize = None  # bytes per machine for copies of the node memory; by default half of its memory
     # A step averages epoch_parallel · memory_parallel batches; the learning rate grows with it over ``warmup`` epochs.
     lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)

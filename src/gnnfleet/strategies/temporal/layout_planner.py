@@ -107,7 +107,7 @@ def _refusal(resources: TrainerResources, requested: ParallelLayout, *, lacks_me
         return (
             f"a copy of the node memory takes {format_size(resources.copy_bytes)}, and a machine has "
             f"{format_size(resources.memory_limit)} for copies; {request} needs more: raise strategy.epoch_parallel "
-            "or --memory"
+            "or strategy.memory_budget"
         )
     rule = f"{request} does not fit {resources.workers} workers: {PRODUCT} must be the number of workers"
     if len(resources.trainers_by_host) == 1:

@@ -147,7 +147,7 @@ class TemporalStrategy(Reporting):
         """Collective. Choose the layout and set up this trainer's schedule and memory."""
         job, config = self._job, self._config
         nodes, width, dtype = self._memory_shape
-        memory = memory_limit() // 2 if job.memory is None else job.memory
+        memory = config.memory_budget or job.memory or memory_limit() // 2
         hosts = ranks_by_host(self._uncounted)
         self._trainers_on_host = next(len(ranks) for ranks in hosts if job.world.rank in ranks)
         resources = TrainerResources(
