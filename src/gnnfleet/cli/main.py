@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
@@ -122,12 +124,21 @@ def main() -> NoReturn:
 def _show_usage_error(error: Any, arguments: Sequence[str]) -> str:
     """The parser's message and the command whose help to read; suggests ``--set`` for names of settings."""
     context = getattr(error, "ctx", None)
-    message = str(error.format_message()).rstrip(".")
+    message = str(error.format_message()).rstrip(".").replace(": Value error, ", ": ")
+    if (choice := re.search(r"'(\S+)' is not one of (.+)$", message)) is not None:
+        message += _nearest_choice(choice[1], re.findall(r"'(\S+?)'", choice[2]))
     if hasattr(error, "possibilities") and context is not None:
         parameters = {parameter.name for parameter in context.command.params}
         if {"settings", "config"} <= parameters:  # its --set takes options of a run
             message = _as_setting(error.option_name, arguments) or message
     return f"{message} ({'gnnfleet' if context is None else context.command_path} --help)"
+
+
+def _nearest_choice(choice: str, choices: Sequence[str]) -> str:
+    if choice == "metis":
+        return ": METIS is mincut, or super for many small clusters"
+    nearest = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
+    return f": did you mean {nearest[0]}?" if nearest else ""
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
