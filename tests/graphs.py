@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gnnfleet.graph.datasets import make_dataset
+from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.graph import Graph, validated_nodes
 from gnnfleet.training.checkpoint import TrainState, load_checkpoint
 
@@ -21,6 +23,30 @@ def communities(nodes: int = 300) -> Graph:
         nodes, x=table.x, y=table.y, split=table.split, ids=[f"n{i}" for i in range(nodes)], classes=CLASSES
     )
     return Graph.of({"node": named}, graph.edges, name="communities")
+
+
+def event_stream(
+    src: Tensor,
+    dst: Tensor,
+    t: Tensor,
+    *,
+    num_nodes: int | None = None,
+    msg: Tensor | None = None,
+    y: Tensor | None = None,
+) -> EventStream:
+    """A stream of events in any order, sorted stably by time."""
+    order = torch.argsort(t, stable=True)
+    ends = torch.cat([src, dst]).long()
+    return EventStream(
+        src=src.long()[order],
+        dst=dst.long()[order],
+        t=t[order],
+        num_nodes=(int(ends.max()) + 1 if len(ends) else 0) if num_nodes is None else num_nodes,
+        destinations=torch.unique(dst.long()),
+        edge_ids=order,
+        msg=None if msg is None else msg[order],
+        y=None if y is None else y[order],
+    )
 
 
 def assert_same_checkpoint(path: Path, other_path: Path) -> None:

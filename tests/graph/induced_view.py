@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import Edges, Graph
-from gnnfleet.graph.views.local import GraphDegrees, LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
+from gnnfleet.graph.views.local import LocalEdges, LocalView, graph_degrees
+from gnnfleet.graph.views.view_base import NodeRows, selected_degrees
 from gnnfleet.ops.csr import CSR
 
 
@@ -20,7 +20,7 @@ def induced_view(graph: Graph, nodes: Mapping[str, Tensor]) -> LocalView:
         ids = nodes.get(node_type, torch.empty(0, dtype=torch.int64)).long()
         row_of_id[node_type] = torch.full((table.count,), -1, dtype=torch.int64)
         row_of_id[node_type][ids] = torch.arange(len(ids))
-        rows[node_type] = NodeRows(ids, len(ids), SelectedDegrees(GraphDegrees(graph, node_type), ids))
+        rows[node_type] = NodeRows(ids, len(ids), selected_degrees(graph_degrees(graph, node_type), ids))
     relations = {
         edge_type: _induce(edges, row_of_id[edge_type.src], rows[edge_type.src], rows[edge_type.dst])
         for edge_type, edges in graph.edges.items()

@@ -304,7 +304,7 @@ def test_prefixed_ids_are_padded_numbers():
 def test_all_parameters_have_a_type_and_a_description():
     for dataset in DATASETS.values():
         for parameter in dataset.parameters:
-            assert parameter.meaning and parameter.kind, (dataset.name, parameter.name)
+            assert parameter["meaning"] and parameter["type"], (dataset.name, parameter["name"])
 
 
 @pytest.mark.parametrize("times", [[0, 1, 1, 2, 5], [3, 1, 1, 0, 3], [7, 7, 7, 7, 7]])

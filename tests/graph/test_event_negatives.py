@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
+from tests.graphs import event_stream
 
 DESTINATIONS = torch.arange(40, 100, 3)
 
@@ -78,7 +78,7 @@ def test_more_negatives_than_destinations_are_refused() -> None:
 def test_the_full_rule_excludes_positives_of_the_same_source_and_time() -> None:
     random = torch.Generator().manual_seed(0)
     src, dst = torch.randint(4, (300,), generator=random), torch.randint(4, 12, (300,), generator=random)
-    stream = EventStream.from_arrays(src, dst, torch.arange(300) // 6)
+    stream = event_stream(src, dst, torch.arange(300) // 6)
     rule = AllDestinations(stream)
     for lo, hi in ((0, 10), (10, 11), (11, 300)):
         mask = rule.mask(lo, hi)

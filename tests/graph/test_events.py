@@ -17,6 +17,7 @@ from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.graph import EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.graph.ingest.tables import EdgeTable, TableSpec, classify_tables, import_tables
 from gnnfleet.graph.store import open_store
+from tests.graphs import event_stream
 
 
 def random_events(count: int, *, nodes: int = 9, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +33,7 @@ def test_unsorted_events_are_sorted_stably(dtype: torch.dtype) -> None:
     order = sorted(range(200), key=lambda i: int(t[i]))  # Python's sort is stable
     t = t.to(dtype)
     from_graph = EventStream.of(Graph(torch.stack([src, dst]), time=t, edge_attr=msg, num_nodes=9))
-    plain = EventStream.from_arrays(src, dst, t, msg=msg, num_nodes=9)
+    plain = event_stream(src, dst, t, msg=msg, num_nodes=9)
     for stream in (from_graph, plain):
         assert torch.equal(stream.src, src[order]) and torch.equal(stream.dst, dst[order])
         assert torch.equal(stream.t, t[order]) and stream.t.dtype == dtype
@@ -67,12 +68,12 @@ def test_graphs_without_a_clear_event_type_are_refused() -> None:
     with pytest.raises(ConfigError, match="have no times"):
         EventStream.of(shop((True, False)), "user:likes:item")
     with pytest.raises(InputError, match="float32"):
-        EventStream.from_arrays(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
+        event_stream(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
 
 
 def test_slices_are_views_that_keep_event_numbers() -> None:
     src, dst, t = random_events(50)
-    stream = EventStream.from_arrays(src, dst, t, msg=torch.rand(50, 2), y=torch.arange(50))
+    stream = event_stream(src, dst, t, msg=torch.rand(50, 2), y=torch.arange(50))
     part = stream.slice(10, 40).slice(5, 100)
     assert len(part) == 25 and part.numbers.tolist() == list(range(15, 40))
     for name in ("src", "dst", "t", "msg", "y", "edge_ids"):
@@ -86,12 +87,12 @@ def test_slices_are_views_that_keep_event_numbers() -> None:
 def test_the_split_is_by_quantiles_of_time(gaps: list[int], start: int) -> None:
     t = torch.tensor(gaps).cumsum(0) + start
     ends = torch.zeros(len(gaps), dtype=torch.int64)
-    parts = EventStream.from_arrays(ends, ends, t).split()
+    parts = event_stream(ends, ends, t).split()
     times = t.numpy()
     first, second = np.quantile(times, [0.70, 0.85])  # as TGB has it
     expected = [int(mask.sum()) for mask in (times <= first, (times > first) & (times <= second), times > second)]
     assert [len(part) for part in parts] == expected
-    far = EventStream.from_arrays(ends, ends, t + 2**62).split()
+    far = event_stream(ends, ends, t + 2**62).split()
     assert [len(part) for part in far] == expected, "also if float64 cannot hold the times"
 
 
@@ -100,7 +101,7 @@ def test_the_split_is_by_quantiles_of_time(gaps: list[int], start: int) -> None:
 def test_batches_end_between_times_unless_ties_are_cut(gaps: list[int], size: int) -> None:
     t = torch.tensor(gaps, dtype=torch.int64).cumsum(0)
     ends = torch.zeros(len(gaps), dtype=torch.int64)
-    stream = EventStream.from_arrays(ends, ends, t)
+    stream = event_stream(ends, ends, t)
     cut = stream.batches(size, keep_ties=False)
     assert cut[0] == 0 and cut[-1] == len(t) and all(b - a == size for a, b in itertools.pairwise(cut[:-1]))
     bounds = stream.batches(size)
@@ -121,7 +122,7 @@ def count_distinct_ends(src: Tensor, dst: Tensor, bounds: list[int]) -> int:
 @settings(max_examples=60, deadline=None)
 def test_capture_ratio_is_the_share_of_distinct_ends(seed: int, count: int, size: int) -> None:
     src, dst, t = random_events(count, seed=seed)
-    stream = EventStream.from_arrays(src, dst, t)
+    stream = event_stream(src, dst, t)
     expected = count_distinct_ends(stream.src, stream.dst, stream.batches(size, keep_ties=False)) / (2 * count)
     assert stream.capture_ratio([size, 1])[0] == expected
 
@@ -130,7 +131,7 @@ def test_capture_ratio_is_the_share_of_distinct_ends(seed: int, count: int, size
 @settings(max_examples=60, deadline=None)
 def test_bounded_loss_batches_are_as_long_as_allowed(seed: int, count: int, loss: float) -> None:
     src, dst, t = random_events(count, seed=seed, nodes=15)
-    stream = EventStream.from_arrays(src, dst, t)
+    stream = event_stream(src, dst, t)
     bounds = stream.bounded_loss_batches(loss, max_size=20)
     assert bounds[0] == 0 and bounds[-1] == count
 
@@ -148,7 +149,7 @@ def test_bounded_loss_batches_are_as_long_as_allowed(seed: int, count: int, loss
 
 def test_an_empty_stream_has_empty_batches_and_splits() -> None:
     none = torch.empty(0, dtype=torch.int64)
-    stream = EventStream.from_arrays(none, none, none)
+    stream = event_stream(none, none, none)
     assert stream.batches(5) == [0] and stream.bounded_loss_batches(0.5, max_size=5) == [0]
     assert [len(part) for part in stream.split()] == [0, 0, 0]
 

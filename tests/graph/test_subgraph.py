@@ -1,4 +1,4 @@
-"""Induced graphs: the edges among some nodes, as LocalView.induced finds them, and the whole graph is its own."""
+"""Induced graphs: the edges among some nodes, as a view of them has them, and the whole graph is its own."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
 from gnnfleet.nn.edgebank import EdgeBank, edgebank_ranks, time_window
 from gnnfleet.nn.ranking import mrr, ranks_in_own_list
+from tests.graphs import event_stream
 
 
 @pytest.mark.parametrize("window", [None, 7.5, 0])
@@ -20,7 +21,7 @@ def test_the_bank_equals_a_dictionary(window: float | None, dtype: torch.dtype) 
     random = torch.Generator().manual_seed(0)
     src, dst = torch.randint(6, (2, 200), generator=random)
     t = torch.randint(0, 3, (200,), generator=random).cumsum(0).to(dtype) + 2**40
-    stream = EventStream.from_arrays(src, dst, t, num_nodes=8)
+    stream = event_stream(src, dst, t, num_nodes=8)
     bank = EdgeBank(stream, window=window)
     last: dict[tuple[int, int], float] = {}
     for seen in range(0, 201, 20):
@@ -35,7 +36,7 @@ def test_the_bank_equals_a_dictionary(window: float | None, dtype: torch.dtype) 
 
 def wikipedia(folder: Path) -> EventStream:
     src, dst, t = torch.from_numpy(np.loadtxt(folder / "temporal" / "ml_wikipedia.txt", dtype=np.int64)).T.contiguous()
-    return EventStream.from_arrays(src - 1, dst - 1, t)
+    return event_stream(src - 1, dst - 1, t)
 
 
 def test_wikipedia_scores_equal_the_published_ones(shared_data: Path) -> None:

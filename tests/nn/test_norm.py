@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ class Meeting:
         return Sum.apply
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartView(LocalView):
+    sum_over_parts: Callable[[Tensor], Tensor]
+
+    def sum_over_nodes(self, t: Tensor) -> Tensor:
+        return self.sum_over_parts(t)
+
+
 @pytest.mark.parametrize("sizes", [[30], [11, 19], [1, 29], [0, 30], [7, 0, 23]])
 def test_statistics_are_those_of_the_nodes_of_all_parts(sizes: list[int]) -> None:
     nodes = LocalView.of_graph(random_graph()).nodes
@@ -75,7 +84,7 @@ def test_statistics_are_those_of_the_nodes_of_all_parts(sizes: list[int]) -> Non
     rows = [piece.clone().requires_grad_() for piece in (x + 10).split(sizes)]
 
     def run(me: int) -> Tensor:
-        out: Tensor = norms[me](LocalView(nodes, {}, sum_over_processes=meeting.member(me)), rows[me])
+        out: Tensor = norms[me](PartView(nodes, {}, sum_over_parts=meeting.member(me)), rows[me])
         out.backward(pull.split(sizes)[me])
         return out.detach()
 

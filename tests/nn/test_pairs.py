@@ -6,12 +6,13 @@ import torch
 
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.nn.temporal.pairs import NUM_FEATURES, PairFeatures
+from tests.graphs import event_stream
 
 
 def stream(shift: int = 0, unit: int = 1) -> EventStream:
     random = torch.Generator().manual_seed(0)
     src, dst = torch.randint(12, (2, 400), generator=random)
-    return EventStream.from_arrays(src, dst, (torch.arange(400) // 3) * unit + shift, num_nodes=12)
+    return event_stream(src, dst, (torch.arange(400) // 3) * unit + shift, num_nodes=12)
 
 
 def features(events: EventStream, numbers: torch.Tensor, *, visible: int, unit: float = 1.0) -> torch.Tensor:
@@ -41,7 +42,7 @@ def test_neither_offset_nor_unit_of_time_matters() -> None:
 
 def test_features_of_a_short_stream_have_their_defined_values() -> None:
     src, dst = torch.tensor([0, 0, 3, 0]), torch.tensor([1, 2, 0, 1])
-    events = EventStream.from_arrays(src, dst, torch.tensor([1, 2, 3, 9]), num_nodes=5)
+    events = event_stream(src, dst, torch.tensor([1, 2, 3, 9]), num_nodes=5)
     pairs = PairFeatures(events.temporal_neighbors(), events.src, 1.0)
     values = pairs.of(torch.tensor([0]), torch.arange(5)[None], torch.tensor([9]), visible=4)[0]
     assert values[:, 0].tolist() == [0, 1, 1, 1, 0], "met"

@@ -24,6 +24,7 @@ from gnnfleet.strategies.temporal.memory import MemoryUpdate, NodeMemory
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy
 from gnnfleet.tasks.event import EventTask, link_scores
 from gnnfleet.training.build import build
+from tests.graphs import event_stream
 
 SETTINGS: dict[str, Any] = {
     "strategy": {"name": "temporal", "batch": 20, "static": False},
@@ -169,7 +170,7 @@ def test_an_outlier_time_hardly_changes_the_time_unit() -> None:
     """For example an event without a time, read as 0, among unix times."""
 
     def task_of(t: Tensor) -> EventTask:
-        stream = EventStream.from_arrays(torch.zeros(len(t)), torch.ones(len(t)), t)
+        stream = event_stream(torch.zeros(len(t)), torch.ones(len(t)), t)
         return EventTask(stream, {"train": stream}, "node", NegativeSampler(stream.destinations))
 
     t = 1_700_000_000 + torch.randint(1, 20, (400,), generator=torch.Generator().manual_seed(0)).cumsum(0)

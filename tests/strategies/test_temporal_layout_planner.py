@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.strategies.temporal.layout_planner import (
     MIN_EVENTS_PER_TRAINER,
     CaptureCurve,
@@ -17,14 +16,15 @@ from gnnfleet.strategies.temporal.layout_planner import (
     choose_layout,
 )
 from gnnfleet.strategies.temporal.schedule import ParallelLayout
+from tests.graphs import event_stream
 
 
 def test_the_largest_batch_that_captures_enough_is_chosen() -> None:
     assert CaptureCurve(((100, 0.5), (200, 0.4), (300, 0.31), (400, 0.29))).batch == 300
     times = torch.arange(2000)
-    distinct_nodes = EventStream.from_arrays(times, times + 2000, times)
+    distinct_nodes = event_stream(times, times + 2000, times)
     assert CaptureCurve.of(distinct_nodes).batch == 800  # at least two batches
-    one_pair = EventStream.from_arrays(times * 0, times * 0 + 1, times)
+    one_pair = event_stream(times * 0, times * 0 + 1, times)
     assert CaptureCurve.of(one_pair).batch == 100
 
 

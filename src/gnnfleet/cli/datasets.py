@@ -12,7 +12,6 @@ from gnnfleet.cli.options import JsonFlag, QuietFlag, SetOption, parse_settings
 from gnnfleet.cli.output import format_bytes, print_result, table
 
 if TYPE_CHECKING:
-    from gnnfleet.graph.datasets import Dataset
     from gnnfleet.graph.graph import Edges, Graph
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a generator; see gnnfleet datasets list.")]
@@ -37,9 +36,13 @@ def show_dataset(name: NameArgument, as_json: JsonFlag = False) -> None:
     from gnnfleet.graph.datasets import find_dataset
 
     dataset = find_dataset(name)
-    shown = [(p.name, p.kind, "" if p.default is None else str(p.default), p.meaning) for p in dataset.parameters]
+    shown = [
+        (p["name"], p["type"], "" if p["default"] is None else str(p["default"]), p["meaning"])
+        for p in dataset.parameters
+    ]
     listed = table(f"{dataset.name}: {dataset.summary}", ["parameter", "type", "default", "meaning"], shown)
-    print_result(_describe(dataset), as_json=as_json, human=[listed])
+    described = {"name": dataset.name, "summary": dataset.summary, "parameters": dataset.parameters}
+    print_result(described, as_json=as_json, human=[listed])
 
 
 def make_dataset(
@@ -78,19 +81,6 @@ def make_dataset(
         "parameters": config.model_dump(mode="json"),
     }
     print_result(result, as_json=as_json, human=_tables(graph, result))
-
-
-def _describe(dataset: Dataset) -> dict[str, Any]:
-    fields = [
-        {
-            "name": p.name,
-            "type": p.kind,
-            "default": p.default if isinstance(p.default, int | float | None) else str(p.default),
-            "meaning": p.meaning,
-        }
-        for p in dataset.parameters
-    ]
-    return {"name": dataset.name, "summary": dataset.summary, "parameters": fields}
 
 
 def _count_nodes(graph: Graph) -> dict[str, dict[str, int]]:

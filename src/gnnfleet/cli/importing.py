@@ -213,9 +213,9 @@ def export_graph(
     from gnnfleet.report.progress import make_progress
 
     with make_progress(quiet) as progress:
-        report = export_tables(open_validated_store(store), output, progress=progress)
-    table = output_module.table(str(report.path), ["file", "rows"], report.files.items())
-    output_module.print_result({"path": str(report.path), "files": report.files}, as_json=as_json, human=[table])
+        files = export_tables(open_validated_store(store), output, progress=progress)
+    table = output_module.table(str(output), ["file", "rows"], files.items())
+    output_module.print_result({"path": str(output), "files": files}, as_json=as_json, human=[table])
 
 
 def _is_graph_file(sources: Sequence[str]) -> bool:

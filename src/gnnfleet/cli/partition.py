@@ -19,18 +19,8 @@ if TYPE_CHECKING:
     from gnnfleet.graph.partition.assign import Assignment
 
 
-class MethodChoice(StrEnum):
-    random = "random"
-    super = "super"
-    mincut = "mincut"
-    stream = "stream"
-    range = "range"
-
-
-class BalanceChoice(StrEnum):
-    nodes = "nodes"
-    edges = "edges"
-    train = "train"
+MethodChoice = StrEnum("MethodChoice", ["random", "super", "mincut", "stream", "range"])
+BalanceChoice = StrEnum("BalanceChoice", ["nodes", "edges", "train"])
 
 
 def partition(

@@ -5,7 +5,6 @@ Link prediction masks its target edges: a message over a target edge or its reve
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.ingest.clean import inverse_type
 from gnnfleet.graph.links import Links
 from gnnfleet.graph.views.local import LocalEdges, LocalView
+from gnnfleet.graph.views.view_base import Degrees
 from gnnfleet.ops.csr import CSR, offsets_of
 
 # Slots of the table that dismisses most edges of a view before a search.
@@ -100,7 +100,7 @@ class EdgeMask:
                 hidden &= src != dst
             lost[kind.dst] += torch.bincount(csr.row[hidden], minlength=len(lost[kind.dst]))
         nodes = {
-            name: replace(rows, degree=_MaskedDegrees(rows.degree, lost[name])) for name, rows in view.nodes.items()
+            name: replace(rows, degree=_masked_degrees(rows.degree, lost[name])) for name, rows in view.nodes.items()
         }
         return replace(view, nodes=nodes, relations=relations)
 
@@ -111,17 +111,12 @@ class EdgeMask:
         return is_hidden
 
 
-class _MaskedDegrees:
+def _masked_degrees(degree: Degrees, lost: Tensor) -> Degrees:
     """Degrees without the hidden edges, which would otherwise reveal the answer.
 
     Weighted degrees still include them. In a sampled block only the hidden edges that were sampled are subtracted.
     """
-
-    def __init__(self, degree: Callable[[bool], Tensor], lost: Tensor) -> None:
-        self._degree, self._lost = degree, lost
-
-    def __call__(self, weighted: bool) -> Tensor:
-        return self._degree(weighted) if weighted else self._degree(weighted) - self._lost
+    return lambda weighted: degree(weighted) if weighted else degree(weighted) - lost
 
 
 def select_edges(relation: LocalEdges, keep: Tensor) -> LocalEdges:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,11 @@ _ROWS_PER_BATCH = 1 << 17
 _VALUES_PER_BATCH = 1 << 23
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """The files that were written, with their numbers of rows."""
+def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | None = None) -> dict[str, int]:
+    """Write a graph as tables to a new directory and return the number of rows of each file.
 
-    path: Path
-    files: dict[str, int]
-
-
-def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | None = None) -> ExportReport:
-    """Write a graph as tables to a new directory; raises StoreError if it exists and is not empty."""
+    Raises StoreError if the directory exists and is not empty.
+    """
     progress = progress or NoProgress()
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -62,7 +56,7 @@ def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | N
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return ExportReport(target, files)
+    return files
 
 
 def _file(folder: str) -> str:

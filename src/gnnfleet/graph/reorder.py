@@ -18,7 +18,7 @@ from gnnfleet.graph.graph import Edges, Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.streaming import cluster
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
+from gnnfleet.graph.views.view_base import NodeRows, selected_degrees
 from gnnfleet.ops import csr
 
 MIN_CLUSTER, CLUSTER_GROWTH, MAX_CLUSTER = 400, 4, 25_600
@@ -52,7 +52,7 @@ def reordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
         row_of_id[kind][ids] = torch.arange(len(ids))
     whole = LocalView.of_graph(graph)
     nodes = {
-        kind: NodeRows(order[kind], rows.num_dst, SelectedDegrees(rows.degree, order[kind]))
+        kind: NodeRows(order[kind], rows.num_dst, selected_degrees(rows.degree, order[kind]))
         for kind, rows in whole.nodes.items()
     }
     relations = {

@@ -100,13 +100,9 @@ class Bundle:
         tensor = torch.from_numpy(np.asarray(array))
         return tensor.view(torch_dtype) if torch_dtype is torch.bfloat16 else tensor
 
-    def array_file(self, name: str) -> tuple[Path, int, np.dtype[Any], int]:
-        """Locate an array's bytes for buffered readers: path, offset, dtype, count."""
-        entry = self.files[name]
-        _, numpy_dtype = DTYPES[entry["dtype"]]
-        dtype = np.dtype(numpy_dtype)
-        count = int(np.prod(entry["shape"], dtype=np.int64))
-        return self.path / name, entry["bytes"] - count * dtype.itemsize, dtype, count
+    def array_file(self, name: str) -> tuple[Path, int, np.dtype[Any]]:
+        """Locate an array's bytes for buffered readers: path, offset, dtype."""
+        return self.path / name, ArrayWriter.HEADER, np.dtype(DTYPES[self.files[name]["dtype"]][1])
 
     def verify(self, advance: Callable[[int], None] = lambda _: None, *, names: Collection[str] | None = None) -> None:
         """Compare files (by default all) with their checksums; raises StoreError naming all that differ."""

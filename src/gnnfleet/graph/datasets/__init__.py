@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import DatasetConfig, configure, suggest
+from gnnfleet.graph.datasets.base import DatasetConfig, explain, suggest
 from gnnfleet.graph.datasets.communities import CommunitiesConfig, make_communities
 from gnnfleet.graph.datasets.debian import DebianConfig, make_debian
 from gnnfleet.graph.datasets.events import EventsConfig, make_events
@@ -18,16 +20,6 @@ from gnnfleet.graph.datasets.rmat import RmatConfig, make_rmat
 from gnnfleet.graph.datasets.shop import ShopConfig, make_shop
 from gnnfleet.graph.graph import Graph
 from gnnfleet.report.progress import NoProgress, Progress
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a generator."""
-
-    name: str
-    kind: str
-    default: Any
-    meaning: str
 
 
 @dataclass(frozen=True)
@@ -40,15 +32,18 @@ class Dataset:
     make: Callable[[Any, Progress], Graph]
 
     def configure(self, settings: dict[str, Any]) -> DatasetConfig:
-        """Validate settings; raises ConfigError naming the wrong parameter."""
-        return configure(self.config, self.name, settings)
+        """Build a configuration from texts or values; raises ConfigError naming the wrong parameter."""
+        try:
+            return self.config(**settings)
+        except ValidationError as error:
+            raise ConfigError(explain(error, self.config, self.name)) from error
 
     @property
-    def parameters(self) -> list[Parameter]:
-        schema = self.config.model_json_schema()["properties"]
+    def parameters(self) -> list[dict[str, Any]]:
+        """Name, type, default and meaning of every parameter, as plain values."""
         return [
-            Parameter(name, _kind(schema[name]), field.default, field.description or "")
-            for name, field in self.config.model_fields.items()
+            {"name": name, "type": _kind(field), "default": field.get("default"), "meaning": field["description"]}
+            for name, field in self.config.model_json_schema()["properties"].items()
         ]
 
 

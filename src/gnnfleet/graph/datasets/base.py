@@ -7,8 +7,8 @@ the same configuration gives the same graph, bit for bit, for any number of thre
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Iterable
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import Ids
 from gnnfleet.ops.draws import Draws, Purpose
@@ -34,15 +33,6 @@ class DatasetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     seed: int = Field(0, ge=0, lt=2**64, description="seed of all random draws")
-
-    @property
-    def draws(self) -> Draws:
-        return Draws(self.seed, Purpose.GENERATE)
-
-
-class SplitConfig(DatasetConfig):
-    """Parameters of generators that split nodes."""
-
     train: float = Field(0.1, ge=0, le=1, description="share of labelled nodes to train on")
     val: float = Field(
         0.1, ge=0, le=1, description="share of labelled nodes to validate on; the others are for the test"
@@ -54,19 +44,13 @@ class SplitConfig(DatasetConfig):
             raise ValueError(f"train + val must be at most 1, found {self.train} + {self.val}")
         return self
 
-
-ConfigClass = TypeVar("ConfigClass", bound=DatasetConfig)
-
-
-def configure(kind: type[ConfigClass], name: str, settings: Mapping[str, Any]) -> ConfigClass:
-    """Build a configuration from texts or values; raises ConfigError naming the wrong parameter."""
-    try:
-        return kind(**settings)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, kind, name)) from error
+    @property
+    def draws(self) -> Draws:
+        return Draws(self.seed, Purpose.GENERATE)
 
 
-def _explain(error: ValidationError, kind: type[DatasetConfig], name: str) -> str:
+def explain(error: ValidationError, kind: type[DatasetConfig], name: str) -> str:
+    """Describe the first wrong parameter of a generator, for a message."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:

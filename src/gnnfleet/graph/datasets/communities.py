@@ -16,8 +16,8 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.datasets.base import (
     MAX_COUNT,
+    DatasetConfig,
     FeatureDtype,
-    SplitConfig,
     heavy_weights,
     split_at_random,
 )
@@ -34,7 +34,7 @@ _NODES_PER_COMMUNITY = 200
 _SIZE_LIMIT = 100.0  # ratio of the largest to the smallest community
 
 
-class CommunitiesConfig(SplitConfig):
+class CommunitiesConfig(DatasetConfig):
     """Parameters of ``communities``."""
 
     nodes: int = Field(10_000, ge=6, le=MAX_COUNT, description="number of nodes")

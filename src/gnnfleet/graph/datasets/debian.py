@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.datasets.base import FeatureDtype, SplitConfig, split_by_rank
+from gnnfleet.graph.datasets.base import DatasetConfig, FeatureDtype, split_by_rank
 from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.ids import Ids
 from gnnfleet.io.bundle import DTYPES
@@ -38,7 +38,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
 _FIELDS = {"Package", "Source", "Section", "Description"}.union(*RELATIONS.values())
 
 
-class DebianConfig(SplitConfig):
+class DebianConfig(DatasetConfig):
     """Parameters of ``debian``."""
 
     train: float = Field(0.6, ge=0, le=1, description="share of source packages to train on")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gnnfleet.graph.datasets.base import (
     MAX_COUNT,
+    DatasetConfig,
     FeatureDtype,
-    SplitConfig,
     heavy_weights,
     split_by_rank,
 )
@@ -36,7 +36,7 @@ _PEAK_WIDTH = 0.2  # distance from an item's peak to its base, as a share of the
 _HUB = 300.0
 
 
-class EventsConfig(SplitConfig):
+class EventsConfig(DatasetConfig):
     """Parameters of ``events``."""
 
     train: float = Field(

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from gnnfleet.graph.datasets.base import MAX_COUNT, FeatureDtype, SplitConfig, split_at_random
+from gnnfleet.graph.datasets.base import MAX_COUNT, DatasetConfig, FeatureDtype, split_at_random
 from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
@@ -16,7 +16,7 @@ from gnnfleet.report.progress import NoProgress, Progress
 _EDGES, _IDS, _SURPLUS, _FEATURES, _LABELS, _SPLIT = range(6)
 
 
-class RmatConfig(SplitConfig):
+class RmatConfig(DatasetConfig):
     """Parameters of ``rmat``."""
 
     scale: int = Field(14, ge=1, le=30, description="2^scale nodes")

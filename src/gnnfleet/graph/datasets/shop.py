@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gnnfleet.graph.datasets.base import (
     MAX_COUNT,
+    DatasetConfig,
     FeatureDtype,
-    SplitConfig,
     heavy_weights,
     prefixed_ids,
     split_at_random,
@@ -46,7 +46,7 @@ _DAY = 86_400
 _HUB = 1000.0
 
 
-class ShopConfig(SplitConfig):
+class ShopConfig(DatasetConfig):
     """Parameters of ``shop``."""
 
     users: int = Field(10_000, ge=1, le=MAX_COUNT, description="number of users")

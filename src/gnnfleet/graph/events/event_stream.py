@@ -69,31 +69,6 @@ class EventStream:
             y=None if edges.y is None else edges.y[order],
         )
 
-    @classmethod
-    def from_arrays(
-        cls,
-        src: Tensor,
-        dst: Tensor,
-        t: Tensor,
-        *,
-        num_nodes: int | None = None,
-        msg: Tensor | None = None,
-        y: Tensor | None = None,
-    ) -> EventStream:
-        """Build a stream from events in any order, sorted stably by time."""
-        order = torch.argsort(t, stable=True)
-        ends = torch.cat([src, dst]).long()
-        return cls(
-            src=src.long()[order],
-            dst=dst.long()[order],
-            t=t[order],
-            num_nodes=(int(ends.max()) + 1 if len(ends) else 0) if num_nodes is None else num_nodes,
-            destinations=torch.unique(dst.long()),
-            edge_ids=order,
-            msg=None if msg is None else msg[order],
-            y=None if y is None else y[order],
-        )
-
     def __len__(self) -> int:
         return int(self.src.shape[0])
 

@@ -39,18 +39,6 @@ class TableFile:
     columns: str | None = None  # column names of a file without a header line
 
 
-@dataclass(frozen=True)
-class RowLocation:
-    """A row of an input file: 1-based data row, and for CSV the 1-based line."""
-
-    path: str
-    row: int
-    line: int | None
-
-    def __str__(self) -> str:
-        return f"{self.path}, row {self.row}" + (f" (line {self.line})" if self.line else "")
-
-
 class TableSource:
     """The files of one table. ``types`` are DuckDB's; for CSV (``is_text``) all VARCHAR."""
 
@@ -80,10 +68,12 @@ class TableSource:
         """Build a query of SQL expressions over all rows."""
         return f"SELECT {columns} FROM {self._reader()} WHERE {where}"
 
-    def location(self, position: int) -> RowLocation:
+    def location(self, position: int) -> str:
+        """Name a row for messages: file, 1-based data row, and for CSV the 1-based line."""
         file = next(file for file in self.files if file.start <= position < file.start + file.rows)
         row = position - file.start + 1
-        return RowLocation(file.path, row, _line_of(file, row) if self.is_text else None)
+        line = _line_of(file, row) if self.is_text else None
+        return f"{file.path}, row {row}" + (f" (line {line})" if line else "")
 
     def value(self, position: int, column: str) -> Any:
         cell = sql.sql_name(column)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gnnfleet.errors import ConfigError, PartitionError
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.metis import mincut_parts, super_parts
@@ -65,7 +65,8 @@ def assign_nodes(
         raise ConfigError(f"the number of parts is {parts}, expected at least 1")
     request = PartitionRequest(parts=parts, weights=node_weights(graph, balance), seed=seed, **options)
     part, cluster = PARTITIONERS[method](EdgeScan(graph), request, progress or NoProgress())
-    _check_parts(part, graph.num_nodes, parts)
+    assert part.shape == (graph.num_nodes,) and part.dtype == np.int32, (part.shape, part.dtype)
+    assert not len(part) or 0 <= part.min() <= part.max() < parts, (part.min(), part.max())
     return Assignment(part=part, parts=parts, method=method, seed=seed, balance=balance, cluster=cluster)
 
 
@@ -82,10 +83,3 @@ def node_weights(graph: Graph, balance: str) -> NumpyArray:
     if not weights.any():
         raise ConfigError("cannot balance by training nodes: this graph has none (see gnnfleet import --split)")
     return weights
-
-
-def _check_parts(part: NumpyArray, num_nodes: int, parts: int) -> None:
-    if part.shape != (num_nodes,) or part.dtype != np.int32:
-        raise PartitionError(f"the assignment is {part.dtype} {list(part.shape)}, expected int32 [{num_nodes}]")
-    if num_nodes and (part.min() < 0 or part.max() >= parts):
-        raise PartitionError(f"the assignment has parts {part.min()} to {part.max()}, expected 0 to {parts - 1}")

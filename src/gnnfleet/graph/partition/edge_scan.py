@@ -84,7 +84,7 @@ class EdgeScan:
             edges = self.graph.edges[edge_type]
             return _memory_reader(edges.indptr.numpy()), _memory_reader(edges.src.numpy()), shift
         indptr, src = (store.array_file(f"{edge_dir(edge_type)}/{name}.npy") for name in ("indptr", "src"))
-        return _file_reader(*indptr[:3]), _file_reader(*src[:3]), shift
+        return _file_reader(*indptr), _file_reader(*src), shift
 
     def _shift(self, sources: NumpyArray, shift: int) -> NumpyArray:
         numbered: NumpyArray = sources.astype(self._index, copy=False)

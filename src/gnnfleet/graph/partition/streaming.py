@@ -49,28 +49,14 @@ CLUSTER_PASSES, REFINE_PASSES = 3, 6
 SIZE_SLACK = 1.3
 """Node counts may reach this multiple of the mean when something else is balanced."""
 
-SLOTS_PER_NODE = 1
-"""Slots of the quotient table for a large graph, rounded down to a power of two; a slot takes 12 bytes."""
-
 
 class RepeatableScan(Protocol):
-    """A graph that can be read repeatedly, grouped by destination."""
+    """A graph that can be read repeatedly; every node is a destination exactly once, in order."""
 
-    @property
-    def num_nodes(self) -> int: ...
-
-    @property
-    def num_edges(self) -> int: ...
+    num_nodes: int
+    num_edges: int
 
     def slices(self, limit: int) -> Iterator[EdgeSlice]: ...
-
-
-@dataclass(frozen=True)
-class GraphTraits:
-    """Properties of a graph that one pass determines."""
-
-    symmetric: bool  # every edge has its reverse
-    split_destinations: bool  # the in-edges of a destination come in several slices
 
 
 @dataclass(frozen=True)
@@ -122,8 +108,7 @@ def stream(
     weight = _checked_weights(scan, parts, weights, imbalance)
     if parts == 1 or scan.num_nodes == 0:
         return np.zeros(scan.num_nodes, np.int32)
-    traits = _graph_traits(scan)
-    label = _clusters_for_parts(scan, traits, weight, parts, seed=seed)
+    label = _clusters_for_parts(scan, weight, parts, seed=seed)
     graph = _quotient(scan, label, _compact(label), weight)
     best = None
     for cluster_weight in _cluster_weights(graph):
@@ -131,11 +116,11 @@ def stream(
             metis_seed = ATTEMPTS * seed + attempt + 1  # METIS treats seed 0 like seed 1
             part = _partition_quotient(graph, cluster_weight, parts, imbalance=imbalance, seed=metis_seed)
             assignment = _BalancedAssignment(part[label], parts, weight, imbalance)
-            volume = _refine(scan, traits, assignment, passes=REFINE_PASSES, seed=seed)
+            volume = _refine(scan, assignment, passes=REFINE_PASSES, seed=seed)
             if not assignment.is_balanced():
                 # Moves that restore balance ignore edges, so their loss is refined once more.
                 assignment.rebalance()
-                volume = _refine(scan, traits, assignment, passes=2, seed=seed)
+                volume = _refine(scan, assignment, passes=2, seed=seed)
             if best is None or (not assignment.is_balanced(), volume) < best[:2]:
                 best = (not assignment.is_balanced(), volume, assignment)
     assert best is not None
@@ -155,11 +140,9 @@ def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Arra
 
     The clusters order the nodes of a part so that neighbours lie close together.
     """
-    if max_nodes < 1:
-        raise PartitionError(f"max_nodes is {max_nodes}, expected at least 1")
     if scan.num_nodes == 0:
         return np.zeros(0, np.int32)
-    label = _propagate(scan, _graph_traits(scan), None, cap=max_nodes, seed=seed)
+    label = _propagate(scan, None, cap=max_nodes, seed=seed)
     _compact(label)
     return label
 
@@ -167,23 +150,20 @@ def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Arra
 def _checked_weights(
     scan: RepeatableScan, parts: int, weights: npt.NDArray[np.integer] | None, imbalance: float
 ) -> Int32Array | None:
-    if parts < 1:
-        raise PartitionError(f"the number of parts is {parts}, expected at least 1")
     if imbalance < 0:
         raise PartitionError(f"imbalance is {imbalance}, expected at least 0")
     if scan.num_nodes >= 1 << 31:
         raise PartitionError(f"the graph has {scan.num_nodes} nodes, expected fewer than 2^31: node labels are 32-bit")
     if weights is None:
         return None
-    if weights.shape != (scan.num_nodes,):
-        raise PartitionError(f"weights have shape {weights.shape}, expected ({scan.num_nodes},)")
     if weights.size and (int(weights.min()) < 0 or int(weights.max()) >= 1 << 30):
         raise PartitionError(f"weights are {weights.min()} to {weights.max()}, expected values in [0, 2^30)")
     return np.ascontiguousarray(weights, np.int32)
 
 
-def _graph_traits(scan: RepeatableScan) -> GraphTraits:
-    asymmetry, end, split_destinations = 0, 0, False
+def _is_symmetric(scan: RepeatableScan) -> bool:
+    """True if every edge has its reverse."""
+    asymmetry = 0
     for edges in scan.slices(SLICE_EDGES):
         # The kernels of later passes use these numbers as indices unchecked.
         if edges.src.size and (int(edges.src.min()) < 0 or int(edges.src.max()) >= scan.num_nodes):
@@ -191,20 +171,15 @@ def _graph_traits(scan: RepeatableScan) -> GraphTraits:
                 f"sources are {edges.src.min()} to {edges.src.max()}, expected values in [0, {scan.num_nodes})"
             )
         asymmetry += _native.stream_asymmetry(*edges)
-        split_destinations |= edges.first < end
-        end = edges.first + len(edges.indptr) - 1
-    return GraphTraits(symmetric=asymmetry % (1 << 64) == 0, split_destinations=split_destinations)
+    return asymmetry % (1 << 64) == 0
 
 
-def _clusters_for_parts(
-    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, parts: int, *, seed: int
-) -> Int32Array:
+def _clusters_for_parts(scan: RepeatableScan, weight: Int32Array | None, parts: int, *, seed: int) -> Int32Array:
     """Cluster the nodes so finely, by weight and by count, that parts of whole clusters can be balanced."""
     nodes = scan.num_nodes
     clusters = parts * (FINE_CLUSTERS_PER_PART if 2 * scan.num_edges <= MIN_PAIRS else CLUSTERS_PER_PART)
     if weight is None:
-        cap = max(2, nodes // clusters)
-        return _propagate(scan, traits, None, cap=cap, seed=seed)
+        return _propagate(scan, None, cap=max(2, nodes // clusters), seed=seed)
     # One number bounds both: nodes count as much as weights, each with about half of the total.
     total = int(weight.sum(dtype=np.int64))
     if total >= nodes:
@@ -212,19 +187,17 @@ def _clusters_for_parts(
     else:
         mass = weight * np.int32(nodes // max(1, total)) + np.int32(1)
     cap = max(2, int(mass.sum(dtype=np.int64)) // clusters)
-    return _propagate(scan, traits, mass, cap=cap, seed=seed)
+    return _propagate(scan, mass, cap=cap, seed=seed)
 
 
-def _propagate(
-    scan: RepeatableScan, traits: GraphTraits, weight: Int32Array | None, *, cap: int, seed: int
-) -> Int32Array:
+def _propagate(scan: RepeatableScan, weight: Int32Array | None, *, cap: int, seed: int) -> Int32Array:
     """Label every node with its cluster, a node number."""
     nodes = scan.num_nodes
     label = np.arange(nodes, dtype=np.int32)
     mass = np.ones(nodes, np.int64) if weight is None else weight.astype(np.int64)
     # In-neighbours alone would never move a node without in-edges; in a symmetric graph they are all there is.
     vote = vote_count = None
-    if not traits.symmetric:
+    if not _is_symmetric(scan):
         vote, vote_count = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
     for sweep in range(CLUSTER_PASSES):
         moves = 0
@@ -250,7 +223,8 @@ def _compact(label: Int32Array) -> int:
 
 
 def _quotient(scan: RepeatableScan, label: Int32Array, clusters: int, weight: Int32Array | None) -> QuotientGraph:
-    slots = max(MIN_PAIRS, SLOTS_PER_NODE << scan.num_nodes.bit_length() - 1)
+    # A large graph has a slot per node, rounded down to a power of two; a slot takes 12 bytes.
+    slots = max(MIN_PAIRS, 1 << scan.num_nodes.bit_length() - 1)
     slots = min(slots, 2 << (2 * scan.num_edges).bit_length())
     key, count, used = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32), 0
     for edges in scan.slices(SLICE_EDGES):
@@ -324,11 +298,6 @@ class _BalancedAssignment:
         if not self.is_balanced():
             _native.stream_rebalance(self.part, self.load, self.size, self.weight, self.load_cap, self.size_cap)
 
-    def restore(self, part: Int32Array) -> None:
-        self.part[:] = part
-        self.size[:] = _sum_by(part, None, self.parts)
-        self.load[:] = self.size if self.weight is None else _sum_by(part, self.weight, self.parts)
-
 
 def _pin_layout(parts: int) -> tuple[int, int] | None:
     """Return (64-bit integers per node, bits per counter), at most 48 bytes a node; None for too many parts."""
@@ -338,54 +307,33 @@ def _pin_layout(parts: int) -> tuple[int, int] | None:
     return None
 
 
-def _refine(
-    scan: RepeatableScan, traits: GraphTraits, assignment: _BalancedAssignment, *, passes: int, seed: int
-) -> int:
+def _refine(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> int:
     """Improve the assignment in place; returns the volume, or 0 if there are too many parts to count it."""
     layout = _pin_layout(assignment.parts)
     if layout is None:
         _refine_cut(scan, assignment, passes=passes, seed=seed)
         return 0
-    degree = _in_degree(scan) if traits.split_destinations else None
     integers, bits = layout
     pins = np.empty((scan.num_nodes, integers), np.uint64)
-    _count_pins(scan, pins, bits, assignment.part)
+    _native.stream_pins_reset(pins, bits, assignment.part)
+    for edges in scan.slices(SLICE_EDGES):
+        _native.stream_pins(*edges, pins, bits, assignment.part)
     volume: int = _native.stream_pins_volume(pins, bits)
     for sweep in range(passes):
-        before = assignment.part.copy() if traits.split_destinations and assignment.is_balanced() else None
         # A part above its cap first loses the nodes that cost least; the limit on the cost grows with each pass.
         max_loss = 1 << 2 * sweep
         moves = 0
         for edges in scan.slices(SLICE_EDGES):
             moves += _native.stream_refine(
                 *edges, pins, bits, assignment.part, assignment.load, assignment.size, assignment.weight,
-                degree, assignment.load_cap, assignment.size_cap, max_loss,
+                None, assignment.load_cap, assignment.size_cap, max_loss,
             )  # fmt: skip
-        if traits.split_destinations:
-            # One slice does not show all nets of its node: counters are now inexact and a move may raise the volume.
-            _count_pins(scan, pins, bits, assignment.part)
         new_volume: int = _native.stream_pins_volume(pins, bits)
         log.debug("refinement pass %d: %d moves, volume %d to %d", sweep, moves, volume, new_volume)
-        if before is not None and new_volume > volume:
-            assignment.restore(before)
-            return volume
         gain, volume = volume - new_volume, new_volume
         if assignment.is_balanced() and gain <= new_volume // 500:
             break
     return volume
-
-
-def _in_degree(scan: RepeatableScan) -> Int32Array:
-    degree = np.zeros(scan.num_nodes, np.int32)
-    for edges in scan.slices(SLICE_EDGES):
-        degree[edges.first : edges.first + len(edges.indptr) - 1] += np.diff(edges.indptr).astype(np.int32)
-    return degree
-
-
-def _count_pins(scan: RepeatableScan, pins: npt.NDArray[np.uint64], bits: int, part: Int32Array) -> None:
-    _native.stream_pins_reset(pins, bits, part)
-    for edges in scan.slices(SLICE_EDGES):
-        _native.stream_pins(*edges, pins, bits, part)
 
 
 def _refine_cut(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> None:

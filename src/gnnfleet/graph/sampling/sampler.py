@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
-from gnnfleet.graph.views.local import GraphDegrees, LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
+from gnnfleet.graph.views.local import LocalEdges, LocalView, graph_degrees
+from gnnfleet.graph.views.view_base import Degrees, NodeRows, selected_degrees
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.gather import gather
@@ -43,7 +43,7 @@ class SampledEdges:
 
 _EMPTY = torch.empty(0, dtype=torch.int64)
 
-DegreesOf = Callable[[str, Tensor], Callable[[bool], Tensor]]
+DegreesOf = Callable[[str, Tensor], Degrees]
 """(node type, store ids) → ``NodeRows.degree`` of these nodes."""
 
 
@@ -125,7 +125,7 @@ class NeighborSampler:
             kind: _sampling_weights(kind, edges) if weighted else None for kind, edges in graph.edges.items()
         }
         self._readers = {kind: _EdgeReader(edges, graph.edges[kind]) for kind, edges in self._edges.items()}
-        self._degrees = {kind: GraphDegrees(graph, kind) for kind in graph.nodes}
+        self._degrees = {kind: graph_degrees(graph, kind) for kind in graph.nodes}
         self._frontiers = {kind: Frontier(table.count) for kind, table in graph.nodes.items()}
 
     def blocks(self, seeds: Mapping[str, Tensor], key: DrawKey, *, skip_last_hop: bool = False) -> list[LocalView]:
@@ -134,7 +134,13 @@ class NeighborSampler:
         With ``skip_last_hop``, for a precomputed aggregate of the first layer, the first view has no edges, only
         destinations. Raises InputError for missing or repeated seeds.
         """
-        builder = BlockBuilder(self._frontiers, seeds, key, layers=len(self.hops), degrees=self._degrees_of)
+        builder = BlockBuilder(
+            self._frontiers,
+            seeds,
+            key,
+            layers=len(self.hops),
+            degrees=lambda kind, ids: selected_degrees(self._degrees[kind], ids),
+        )
         try:
             for hop, counts in enumerate(self.hops[:-1] if skip_last_hop else self.hops):
                 builder.add_hop(self._draw(hop, counts, builder))
@@ -145,9 +151,6 @@ class NeighborSampler:
             for reader in self._readers.values():
                 reader.end_batch()
         return views
-
-    def _degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
-        return SelectedDegrees(self._degrees[kind], ids)
 
     def _draw(self, hop: int, counts: Mapping[EdgeType, int], builder: BlockBuilder) -> dict[EdgeType, SampledEdges]:
         dst, drawn = builder.ids, {}
@@ -161,8 +164,7 @@ class NeighborSampler:
                 weight=self._weights[kind],
             )
             uniform = counts[kind] >= 0 and self._weights[kind] is None
-            degree = partial(_row_degrees, edges.indptr, ids)
-            scale = SamplingScale(degree, offsets) if uniform else None
+            scale = sampling_scale(partial(_row_degrees, edges.indptr, ids), offsets) if uniform else None
             drawn[kind] = SampledEdges(offsets, *self._readers[kind].read(positions), scale)
         return drawn
 
@@ -193,14 +195,9 @@ class _EdgeReader:
             drop_pages(self._edges.indptr[:, None])
 
 
-class SamplingScale:
+def sampling_scale(degree: Callable[[], Tensor], offsets: Tensor) -> Callable[[], Tensor]:
     """Edges in the store per edge drawn, computed by the layer that needs it."""
-
-    def __init__(self, degree: Callable[[], Tensor], offsets: Tensor) -> None:
-        self._degree, self._offsets = degree, offsets
-
-    def __call__(self) -> Tensor:
-        return self._degree().double() / self._offsets.diff().clamp(min=1)
+    return lambda: degree().double() / offsets.diff().clamp(min=1)
 
 
 def _row_degrees(indptr: Tensor, rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows, SelectedDegrees
+from gnnfleet.graph.views.view_base import NodeRows, selected_degrees
 from gnnfleet.ops.csr import CSR
 
 RowSpans = Mapping[str, tuple[int, int]]
@@ -46,7 +46,7 @@ def full_block(view: LocalView, spans: RowSpans) -> Block:
         node_type: NodeRows(
             table.node_ids[rows[node_type]],
             spans[node_type][1] - spans[node_type][0],
-            SelectedDegrees(table.degree, rows[node_type]),
+            selected_degrees(table.degree, rows[node_type]),
         )
         for node_type, table in view.nodes.items()
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import torch
@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import NodeRows, ViewBase
+from gnnfleet.graph.views.view_base import Degrees, NodeRows, ViewBase
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -28,10 +28,6 @@ from gnnfleet.ops.propagate import propagate
 # Self-loops have no store edge id. Their id for draws is this plus the store id of the node.
 SELF_LOOP_IDS = 1 << 48
 _EDGES_PER_BLOCK = 1 << 20
-
-
-def _identity(t: Tensor) -> Tensor:
-    return t
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +58,6 @@ class LocalEdges:
         """[E] ids whose lowest wins among equal maxima; None if positions have the same order."""
         return None if self.is_store_order else self.edge_ids
 
-    def looped_tie_ids(self, node_ids: Tensor) -> Tensor | None:
-        """[E'] ``tie_ids`` with self-loops, which are last in their rows and have the highest ids."""
-        return None if self.is_store_order else self.looped_ids(node_ids)
-
     def looped_ids(self, node_ids: Tensor) -> Tensor:
         """[E'] edge ids with self-loops, for draws. Cached: ``node_ids`` are always those of the view."""
         if "ids" not in self.cache:
@@ -95,20 +87,19 @@ class LocalEdges:
 
 @dataclass(frozen=True, eq=False)
 class LocalView(ViewBase[LocalEdges]):
-    """A graph, a subgraph or a block in this process."""
+    """A graph or a block in this process."""
 
     nodes: Mapping[str, NodeRows]
     relations: Mapping[EdgeType, LocalEdges]
     key: DrawKey = field(default_factory=DrawKey)
     layer: int = 0
     training: bool = True
-    sum_over_processes: Callable[[Tensor], Tensor] = _identity
     merged: LazyMergedRelations = field(default_factory=LazyMergedRelations, repr=False)
 
     @classmethod
     def of_graph(cls, graph: Graph) -> LocalView:
         nodes = {
-            node_type: NodeRows(torch.arange(table.count), table.count, GraphDegrees(graph, node_type))
+            node_type: NodeRows(torch.arange(table.count), table.count, graph_degrees(graph, node_type))
             for node_type, table in graph.nodes.items()
         }
         relations = {
@@ -147,7 +138,8 @@ class LocalView(ViewBase[LocalEdges]):
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
             weight = _select_or_fill(weight, edge, fill=1.0)
-        ties = edges.looped_tie_ids(self.node_ids) if reduce == "max" else None
+        # In store order no ids are needed: self-loops are last in their rows and have the highest ids.
+        ties = edges.looped_ids(self.node_ids) if reduce == "max" and not edges.is_store_order else None
         return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
 
     def aggregate_with_self(self, x: Tensor, *, reduce: str = "sum") -> tuple[Tensor, Tensor]:
@@ -241,25 +233,21 @@ class LocalView(ViewBase[LocalEdges]):
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))
 
     def sum_over_nodes(self, t: Tensor) -> Tensor:
-        return self.sum_over_processes(t)
+        return t
 
 
-class GraphDegrees:
+def graph_degrees(graph: Graph, node_type: str) -> Degrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
-    def __init__(self, graph: Graph, node_type: str) -> None:
-        self._graph, self._node_type = graph, node_type
-        self._cache: dict[bool, Tensor] = {}
+    @cache
+    def degrees(weighted: bool) -> Tensor:
+        total = torch.zeros(graph.nodes[node_type].count, dtype=torch.float64)
+        for edge_type, edges in graph.edges.items():
+            if edge_type.dst == node_type:
+                _add_degrees(total, edges, edges.weight if weighted else None, has_loops=edge_type.src == node_type)
+        return total.float()
 
-    def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._cache:
-            total = torch.zeros(self._graph.nodes[self._node_type].count, dtype=torch.float64)
-            for edge_type, edges in self._graph.edges.items():
-                if edge_type.dst == self._node_type:
-                    weight = edges.weight if weighted else None
-                    _add_degrees(total, edges, weight, has_loops=edge_type.src == edge_type.dst)
-            self._cache[weighted] = total.float()
-        return self._cache[weighted]
+    return degrees
 
 
 def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loops: bool) -> None:

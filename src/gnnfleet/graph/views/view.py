@@ -1,6 +1,6 @@
 """GraphView: the interface between a layer and a graph. A layer calls verbs of a view and never knows a rank.
 
-In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph,
+In every view the first ``num_dst`` rows of x are the destinations. ``LocalView`` serves one process: the whole graph
 or a sampled block. With ``self_loops`` a verb uses exactly one self-loop per destination, which
 replaces those of the store. On a sampled block, sums over neighbours are scaled to estimate, without bias, the sum over
 all neighbours.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Generic, Self, TypeVar, cast
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
 
 EdgeStorage = TypeVar("EdgeStorage")
+Degrees = Callable[[bool], Tensor]  # weighted → [N_src] float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,24 +25,16 @@ class NodeRows:
 
     node_ids: Tensor  # [N_src] int64
     num_dst: int
-    degree: Callable[[bool], Tensor]  # weighted → [N_src] float32
+    degree: Degrees
 
     @cached_property
     def row_index(self) -> RowIndex:
         return RowIndex(self.node_ids)
 
 
-class SelectedDegrees:
+def selected_degrees(degree: Degrees, rows: Tensor) -> Degrees:
     """Degrees of some rows of a view, computed once."""
-
-    def __init__(self, degree: Callable[[bool], Tensor], rows: Tensor) -> None:
-        self._degree, self._rows = degree, rows
-        self._cache: dict[bool, Tensor] = {}
-
-    def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._cache:
-            self._cache[weighted] = self._degree(weighted)[self._rows]
-        return self._cache[weighted]
+    return cache(lambda weighted: degree(weighted)[rows])
 
 
 class ViewBase(Generic[EdgeStorage]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.sampling.sampler import BlockBuilder, Fanouts, SampledEdges, SamplingScale, hop_counts
+from gnnfleet.graph.sampling.sampler import BlockBuilder, Fanouts, SampledEdges, hop_counts, sampling_scale
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.csr import CSR, put_segments
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
@@ -285,7 +285,7 @@ class _SamplingRounds:
             edge_ids,
             None if weight is None else weight[:, 0],
             data.get("attr"),
-            SamplingScale(lambda: degree, offsets) if count >= 0 else None,
+            sampling_scale(lambda: degree, offsets) if count >= 0 else None,
         )
 
     def _fanout(self, count: int) -> Fanout:
