@@ -153,7 +153,6 @@ def train_all(comparison: Comparison, *, progress: Progress = NoProgress(), say:
 def check_all(
     comparison: Comparison, names: Sequence[str], *, progress: Progress = NoProgress()
 ) -> dict[str, EqualityCheck]:
-    """Check whether trained strategies equal local."""
     checks: dict[str, EqualityCheck] = {}
     references: dict[str, Path] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
@@ -187,7 +186,6 @@ def _check_config(comparison: Comparison, name: str) -> RunConfig:
 
 
 def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
-    """Settings that the strategy chose in a run."""
     if config.spec.chosen is None:
         return {}
     checkpoint = RunDirectory(run).checkpoint("last")
@@ -234,7 +232,6 @@ def _train(store: Path, config: RunConfig, run_dir: Path, *, progress: Progress,
 
 
 def _non_default_settings(config: RunConfig) -> SettingsTree:
-    """The settings of a config that differ from their defaults."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     tree["strategy"] = {"name": config.strategy.name, **config.strategy.model_dump(mode="json", exclude_defaults=True)}
     return tree

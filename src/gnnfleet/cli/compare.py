@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import (
-    ConfigOption,
-    JsonFlag,
-    ModelOption,
-    QuietFlag,
-    SeedOption,
-    SettingsOption,
-    SplitOption,
-    StoreArgument,
-    TaskOption,
-    parse_settings,
-    read_settings,
-)
+from gnnfleet.cli import options
 from gnnfleet.cli.output import print_result
 from gnnfleet.cli.report import summary_table
 from gnnfleet.errors import ConfigError, GnnfleetError
@@ -46,7 +34,7 @@ PAGE, RUNS, MARK = "page.html", "strategies", ".compared"
 
 
 def compare(
-    store: StoreArgument,
+    store: options.StoreArgument,
     strategies: Annotated[
         str, typer.Option(metavar="NAMES", help="Strategies, separated by commas.")
     ] = "local,sar,macrobatch,tma,pipe",
@@ -54,12 +42,12 @@ def compare(
         int | None,
         typer.Option("--workers", "-w", metavar="N", min=1, help="Workers of every strategy except local. Default 2."),
     ] = None,
-    model: Annotated[str | None, ModelOption] = None,
-    task: Annotated[str | None, TaskOption] = None,
-    split: Annotated[str | None, SplitOption] = None,
-    settings: Annotated[list[str] | None, SettingsOption] = None,
-    config: Annotated[Path | None, ConfigOption] = None,
-    seed: Annotated[int | None, SeedOption] = None,
+    model: Annotated[str | None, options.ModelOption] = None,
+    task: Annotated[str | None, options.TaskOption] = None,
+    split: Annotated[str | None, options.SplitOption] = None,
+    settings: Annotated[list[str] | None, options.SettingsOption] = None,
+    config: Annotated[Path | None, options.ConfigOption] = None,
+    seed: Annotated[int | None, options.SeedOption] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for runs and page.")] = Path(
         "compared"
     ),
@@ -68,8 +56,8 @@ def compare(
         bool,
         typer.Option("--check/--no-check", help="Compare each strategy with local in two extra epochs."),
     ] = True,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Train the same model with several strategies, one after the other, and compare the results.
 
@@ -89,13 +77,13 @@ def compare(
     from gnnfleet.report.progress import make_progress
 
     names = parse_strategies(strategies)
-    values = {key: parse_value(value) for key, value in parse_settings(settings).items()}
+    values = {key: parse_value(value) for key, value in options.parse_settings(settings).items()}
     common, strategy_settings = split_settings(values)
-    tree = overlay(read_settings(config, None), unflatten(common))
-    tree = overlay(tree, read_settings(None, None, model=model, task=task, split=split, seed=seed))
+    tree = overlay(options.read_settings(config, None), unflatten(common))
+    run_options = {"model": model, "task": task, "split": split, "seed": seed, "workers": workers}
+    tree = {"workers": 2, **overlay(tree, options.read_settings(None, None, **run_options))}
     tree.pop("strategy", None)
-    file_workers = tree.pop("workers", 2)
-    num_workers = file_workers if workers is None else workers
+    num_workers = tree.pop("workers")
     comparison = Comparison(store, output / RUNS, names, num_workers, tree, strategy_settings)
     graph = open_store(store)
     comparison.require_strategies()  # reports an error that concerns all strategies once
@@ -158,16 +146,13 @@ def write_page(
 def show_runs(
     runs: Sequence[Run], checks: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
 ) -> None:
-    """Print the table, or its content as one JSON object."""
     from gnnfleet.report.run_reader import summarize
 
     results = []
     for run in runs:
-        check = checks.get(run["name"])
-        equality = {} if check is None else check.as_json()
-        results.append(
-            {"run": run["name"], "strategy": run["strategy"], "workers": run["workers"], **summarize(run), **equality}
-        )
+        name, check = run["name"], checks.get(run["name"])
+        results.append({"run": name, "strategy": run["strategy"], "workers": run["workers"], **summarize(run)})
+        results[-1] |= {} if check is None else check.as_json()
     equals = {name: "" if name == "local" else str(check) for name, check in checks.items()}
     human = [summary_table(list(runs), equals if checks else None)]
     print_result({"page": str(page), "runs": results}, as_json=as_json, human=human)

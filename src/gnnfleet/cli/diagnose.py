@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import (
-    ConfigOption,
-    JsonFlag,
-    ModelOption,
-    QuietFlag,
-    SeedOption,
-    SettingsOption,
-    SplitOption,
-    StoreArgument,
-    TaskOption,
-    parse_settings,
-)
+from gnnfleet.cli import options
 from gnnfleet.cli.output import print_result, table
 from gnnfleet.errors import ConfigError
 
@@ -28,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gnnfleet.analysis.partition_diagnosis import DiagnosisRow
-    from gnnfleet.config.schema import RunConfig
 
 DIAGNOSE_EXAMPLES = """\
 gnnfleet diagnose shop/ --workers 4 --split 0.6/0.2/0.2
@@ -45,7 +33,7 @@ class SchemeChoice(StrEnum):
 
 
 def diagnose(
-    store: StoreArgument,
+    store: options.StoreArgument,
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", help="Number of trainers. Default 3.")
     ] = None,
@@ -65,14 +53,14 @@ def diagnose(
     batches: Annotated[
         int, typer.Option(metavar="B", min=1, help="Batches used to measure losses and gradients.")
     ] = 100,
-    model: Annotated[str | None, ModelOption] = None,
-    task: Annotated[str | None, TaskOption] = None,
-    split: Annotated[str | None, SplitOption] = None,
-    settings: Annotated[list[str] | None, SettingsOption] = None,
-    config: Annotated[Path | None, ConfigOption] = None,
-    seed: Annotated[int | None, SeedOption] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    model: Annotated[str | None, options.ModelOption] = None,
+    task: Annotated[str | None, options.TaskOption] = None,
+    split: Annotated[str | None, options.SplitOption] = None,
+    settings: Annotated[list[str] | None, options.SettingsOption] = None,
+    config: Annotated[Path | None, options.ConfigOption] = None,
+    seed: Annotated[int | None, options.SeedOption] = None,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Compare schemes that assign nodes to the independent trainers of strategy tma, before training.
 
@@ -91,6 +79,7 @@ def diagnose(
     """
     from gnnfleet.analysis.partition_diagnosis import SCHEMES, recommend
     from gnnfleet.analysis.partition_diagnosis import diagnose as measure
+    from gnnfleet.config.resolve import resolve
     from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.nn.custom_model import annotate_model_errors
     from gnnfleet.report.progress import make_progress
@@ -98,14 +87,11 @@ def diagnose(
     names = [str(scheme) for scheme in schemes or SCHEMES]
     if clusters and "super" not in names:
         raise ConfigError("--clusters applies to --scheme super: add it, or leave out --clusters")
-    options = {
-        "workers": workers,
-        "model": None if model is None else {"name": model},
-        "task": task,
-        "seed": seed,
-        "split": split,
-    }
-    resolved = _resolve(config, settings, {key: value for key, value in options.items() if value is not None})
+    run_options = {"workers": workers, "model": model, "task": task, "seed": seed, "split": split}
+    tree = options.read_settings(config, settings, strategy={"name": "tma"}, **run_options)
+    resolved = resolve({"workers": WORKERS, **tree})
+    if resolved.spec.placement != "clusters":
+        raise ConfigError("strategy.scheme=ggs assigns no nodes to trainers: leave it out")
     graph = open_validated_store(store)
     with annotate_model_errors(resolved.model.file), make_progress(quiet or as_json) as progress:
         rows = measure(graph, resolved, names, clusters or (), steps, batches=batches, progress=progress)
@@ -122,40 +108,17 @@ def diagnose(
     print_result(result, as_json=as_json, human=[_table(title, rows, steps), *advice])
 
 
-def _resolve(file: Path | None, settings: Sequence[str] | None, options: dict[str, Any]) -> RunConfig:
-    from gnnfleet.config.resolve import merge_settings, parse_value, read_toml, resolve
-
-    from_file = {} if file is None else read_toml(file)
-    from_set = {key: parse_value(value) for key, value in parse_settings(settings).items()}
-    tree = merge_settings(from_file, from_set, {**options, "strategy": {"name": "tma"}})
-    resolved = resolve({"workers": WORKERS, **tree})
-    if resolved.spec.placement != "clusters":
-        raise ConfigError("strategy.scheme=ggs assigns no nodes to trainers: leave it out")
-    return resolved
-
-
 def _table(title: str, rows: Sequence[DiagnosisRow], steps: int) -> Any:
     later = f"after {steps}"
     # Short enough for 120 characters: a table that is too wide breaks headings within words.
     columns = ["scheme", "clusters", "kept", "balance", "labels", "features"]
     columns += ["loss ±", later, "cosine", later, "aim", later]
-    cells = [
-        (
-            row.scheme,
-            row.clusters,
-            row.kept,
-            row.balance,
-            row.labels,
-            row.features,
-            row.first.discrepancy,
-            row.trained.discrepancy,
-            row.first.cosine,
-            row.trained.cosine,
-            row.first.aim,
-            row.trained.aim,
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        first, trained = row.first, row.trained
+        parts = [row.scheme, row.clusters, row.kept, row.balance, row.labels, row.features]
+        gradients = [first.discrepancy, trained.discrepancy, first.cosine, trained.cosine, first.aim, trained.aim]
+        cells.append([*parts, *gradients])
     return table(title, columns, cells)
 
 

@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import (
-    CheckpointChoice,
-    CheckpointOption,
-    JsonFlag,
-    MemoryOption,
-    QuietFlag,
-    RunArgument,
-    StoreOption,
-    WorkersOption,
-    start_process,
-)
+from gnnfleet.cli import options
 from gnnfleet.cli.output import print_result, table
 from gnnfleet.errors import ConfigError, RunError
 
@@ -35,14 +25,14 @@ class SplitChoice(StrEnum):
 
 
 def evaluate(
-    run: RunArgument,
+    run: options.RunArgument,
     split: Annotated[SplitChoice, typer.Option(help="Split to evaluate; all: every labelled node.")] = SplitChoice.test,
-    checkpoint: CheckpointOption = CheckpointChoice.best,
-    store: StoreOption = None,
-    memory: MemoryOption = None,
-    workers: WorkersOption = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    checkpoint: options.CheckpointOption = options.CheckpointChoice.best,
+    store: options.StoreOption = None,
+    memory: options.MemoryOption = None,
+    workers: options.WorkersOption = None,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Evaluate a trained run on a split, with full neighbourhoods.
 
@@ -75,7 +65,7 @@ def run_query_command(
     show: Callable[[dict[str, Any]], None],
 ) -> None:
     """Run a ``Query`` in this process, on workers it starts, or as one rank under torchrun."""
-    launch_env = start_process()
+    launch_env = options.start_process()
     from gnnfleet.inference.query import Query, run_query, run_query_as_rank
 
     query = Query(**query_fields)

@@ -179,16 +179,12 @@ def _set_debug(context: typer.Context, requested: bool) -> None:
         context.obj.add("debug")
 
 
+_VersionFlag = typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+_DebugFlag = typer.Option(
+    "--debug", is_eager=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+)
+
+
 @app.callback()
-def _options(
-    show_version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug", is_eager=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
-        ),
-    ] = False,
-) -> None:
+def _options(show_version: Annotated[bool, _VersionFlag] = False, debug: Annotated[bool, _DebugFlag] = False) -> None:
     """Train graph neural networks on graphs that do not fit on one machine."""

@@ -135,6 +135,12 @@ TrainMemoryOption = _option(
     "SIZE",
     "Memory budget per worker, for example 4GiB. sar keeps within it; with auto, plans that exceed it are rejected.",
 )
+ResumeOption = typer.Option(
+    "--resume", rich_help_panel=OUTPUT_PANEL, help="Continue the run in --run-dir, or runs/last."
+)
+TraceOption = typer.Option(
+    "--trace", rich_help_panel=OUTPUT_PANEL, help="Write trace.json, a timeline of all workers for Perfetto."
+)
 RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/STORE-MODEL-N; runs/last points to it.")
 
 

@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import (
-    ConfigOption,
-    JsonFlag,
-    ModelOption,
-    PartitionOption,
-    QuietFlag,
-    SeedOption,
-    SettingsOption,
-    SplitOption,
-    StoreArgument,
-    TaskOption,
-    read_settings,
-)
+from gnnfleet.cli import options
 from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
@@ -49,8 +37,8 @@ class GoalChoice(StrEnum):
 
 
 def plan(
-    store: StoreArgument,
-    model: Annotated[str | None, ModelOption] = None,
+    store: options.StoreArgument,
+    model: Annotated[str | None, options.ModelOption] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-w", metavar="N", help="Workers to plan for. Default 1.")
     ] = None,
@@ -77,14 +65,14 @@ def plan(
     strategies: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Plan only these strategies, for example sar,pipe.")
     ] = None,
-    task: Annotated[str | None, TaskOption] = None,
-    split: Annotated[str | None, SplitOption] = None,
-    settings: Annotated[list[str] | None, SettingsOption] = None,
-    config: Annotated[Path | None, ConfigOption] = None,
-    partition: Annotated[str | None, PartitionOption] = None,
-    seed: Annotated[int | None, SeedOption] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    task: Annotated[str | None, options.TaskOption] = None,
+    split: Annotated[str | None, options.SplitOption] = None,
+    settings: Annotated[list[str] | None, options.SettingsOption] = None,
+    config: Annotated[Path | None, options.ConfigOption] = None,
+    partition: Annotated[str | None, options.PartitionOption] = None,
+    seed: Annotated[int | None, options.SeedOption] = None,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Estimate memory, traffic, rounds and seconds per epoch of every strategy, and recommend one.
 
@@ -97,7 +85,7 @@ def plan(
     from gnnfleet.strategies.registry import AUTO
     from gnnfleet.units import parse_rate
 
-    tree = read_settings(
+    tree = options.read_settings(
         config,
         settings,
         strategy={"name": AUTO, **({} if goal is None else {"goal": str(goal)})},
@@ -121,33 +109,20 @@ def _tables(strategy_plan: StrategyPlan) -> list[Any]:
     from gnnfleet.planner.planner import estimate_label
 
     columns = ["strategy", "training", "workers", "memory per worker", "sent per epoch", "rounds", "seconds per epoch"]
-    best = strategy_plan.best
+    best, reasons = strategy_plan.best, strategy_plan.reasons
     rows = [_row(fit, ("→ " if fit is best else "") + estimate_label(fit)) for fit in strategy_plan.fits]
     tables: list[Any] = [table(None, columns, rows)] if rows else []
     if strategy_plan.refused:
-        tables.append(
-            table(
-                "rejected",
-                ["strategy", "reason"],
-                [(estimate_label(estimate), estimate.refused) for estimate in strategy_plan.refused],
-            )
-        )
-    if strategy_plan.best is None:  # the reasons are in the error message
+        rejected = [(estimate_label(estimate), estimate.refused) for estimate in strategy_plan.refused]
+        tables.append(table("rejected", ["strategy", "reason"], rejected))
+    if best is None:  # the reasons are in the error message
         return tables
-    return [*tables, f"recommended: {strategy_plan.reasons[0]}", *(f"  {text}" for text in strategy_plan.reasons[1:])]
+    return [*tables, f"recommended: {reasons[0]}", *(f"  {text}" for text in reasons[1:])]
 
 
 def _row(estimate: CostEstimate, label: str) -> tuple[Any, ...]:
-    sent = format_bytes(estimate.bytes) if estimate.bytes else "none"
-    seconds = f"{estimate.seconds_per_pass:.3g}" + (
-        "" if estimate.passes == 1 else f" (a round of {estimate.seconds:.3g})"
-    )
-    return (
-        label,
-        estimate.kind,
-        estimate.workers,
-        format_bytes(estimate.memory),
-        sent,
-        f"{estimate.rounds:.0f}",
-        seconds,
-    )
+    memory, sent = format_bytes(estimate.memory), format_bytes(estimate.bytes) if estimate.bytes else "none"
+    seconds = f"{estimate.seconds_per_pass:.3g}"
+    if estimate.passes != 1:
+        seconds += f" (a round of {estimate.seconds:.3g})"
+    return label, estimate.kind, estimate.workers, memory, sent, f"{estimate.rounds:.0f}", seconds

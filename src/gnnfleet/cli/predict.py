@@ -7,22 +7,13 @@ from typing import Annotated
 
 import typer
 
+from gnnfleet.cli import options
 from gnnfleet.cli.evaluate import run_query_command
-from gnnfleet.cli.options import (
-    CheckpointChoice,
-    CheckpointOption,
-    JsonFlag,
-    MemoryOption,
-    QuietFlag,
-    RunArgument,
-    StoreOption,
-    WorkersOption,
-)
 from gnnfleet.cli.output import print_result
 
 
 def predict(
-    run: RunArgument,
+    run: options.RunArgument,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", metavar="FILE", help="Output file: Parquet, or CSV if it ends in .csv."),
@@ -42,12 +33,12 @@ def predict(
         ),
     ] = None,
     relation: Annotated[str, typer.Option(help="With --pairs: the edge type, for example user:buys:product.")] = "",
-    checkpoint: CheckpointOption = CheckpointChoice.best,
-    store: StoreOption = None,
-    memory: MemoryOption = None,
-    workers: WorkersOption = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    checkpoint: options.CheckpointOption = options.CheckpointChoice.best,
+    store: options.StoreOption = None,
+    memory: options.MemoryOption = None,
+    workers: options.WorkersOption = None,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Write id, prediction and probability of every node of the labelled type.
 

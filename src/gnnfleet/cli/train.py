@@ -9,28 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import (
-    EXECUTION_PANEL,
-    OUTPUT_PANEL,
-    ConfigOption,
-    JsonFlag,
-    LauncherOption,
-    ModelOption,
-    PartitionOption,
-    QuietFlag,
-    RestartsOption,
-    RunDirOption,
-    SeedOption,
-    SettingsOption,
-    SplitOption,
-    StoreArgument,
-    StrategyOption,
-    TaskOption,
-    TrainMemoryOption,
-    TrainWorkersOption,
-    read_settings,
-    start_process,
-)
+from gnnfleet.cli import options
 from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.remarks import print_note
@@ -66,39 +45,31 @@ class PrecisionChoice(StrEnum):
 
 
 def train(
-    store: StoreArgument,
-    model: Annotated[str | None, ModelOption] = None,
-    task: Annotated[str | None, TaskOption] = None,
-    split: Annotated[str | None, SplitOption] = None,
-    settings: Annotated[list[str] | None, SettingsOption] = None,
-    config: Annotated[Path | None, ConfigOption] = None,
-    seed: Annotated[int | None, SeedOption] = None,
-    strategy: Annotated[str | None, StrategyOption] = None,
-    workers: Annotated[int | None, TrainWorkersOption] = None,
-    max_restarts: Annotated[int, RestartsOption] = 0,
-    launcher: Annotated[str | None, LauncherOption] = None,
-    partition: Annotated[str | None, PartitionOption] = None,
+    store: options.StoreArgument,
+    model: Annotated[str | None, options.ModelOption] = None,
+    task: Annotated[str | None, options.TaskOption] = None,
+    split: Annotated[str | None, options.SplitOption] = None,
+    settings: Annotated[list[str] | None, options.SettingsOption] = None,
+    config: Annotated[Path | None, options.ConfigOption] = None,
+    seed: Annotated[int | None, options.SeedOption] = None,
+    strategy: Annotated[str | None, options.StrategyOption] = None,
+    workers: Annotated[int | None, options.TrainWorkersOption] = None,
+    max_restarts: Annotated[int, options.RestartsOption] = 0,
+    launcher: Annotated[str | None, options.LauncherOption] = None,
+    partition: Annotated[str | None, options.PartitionOption] = None,
     precision: Annotated[
         PrecisionChoice | None,
         typer.Option(
-            rich_help_panel=EXECUTION_PANEL,
+            rich_help_panel=options.EXECUTION_PANEL,
             help="float32 (default), float64, or bf16: dense products in bfloat16, weights and sums in float32.",
         ),
     ] = None,
-    memory: Annotated[str | None, TrainMemoryOption] = None,
-    run_dir: Annotated[Path | None, RunDirOption] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", rich_help_panel=OUTPUT_PANEL, help="Continue the run in --run-dir, or runs/last."),
-    ] = False,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", rich_help_panel=OUTPUT_PANEL, help="Write trace.json, a timeline of all workers for Perfetto."
-        ),
-    ] = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    memory: Annotated[str | None, options.TrainMemoryOption] = None,
+    run_dir: Annotated[Path | None, options.RunDirOption] = None,
+    resume: Annotated[bool, options.ResumeOption] = False,
+    trace: Annotated[bool, options.TraceOption] = False,
+    as_json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Train a model and evaluate the weights of the best epoch, by validation metric, on the test split.
 
@@ -110,16 +81,16 @@ def train(
 
     All parameters: docs/defaults.md. Models: docs/models.md.
     """
-    launch_env = start_process()
+    launch_env = options.start_process()
     from gnnfleet.graph.store import open_store
     from gnnfleet.session.prepare import RunLocation
     from gnnfleet.session.training import run_training
 
-    strategy_options = {"name": strategy, "launcher": launcher}
-    tree = read_settings(
+    strategy_settings = {"name": strategy, "launcher": launcher}
+    tree = options.read_settings(
         config,
         settings,
-        strategy={key: value for key, value in strategy_options.items() if value is not None} or None,
+        strategy={key: value for key, value in strategy_settings.items() if value is not None} or None,
         workers=workers,
         model=model,
         task=task,

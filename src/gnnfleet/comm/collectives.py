@@ -45,7 +45,7 @@ def sum_gradients(world: World, parameters: Iterable[torch.nn.Parameter], *, ext
 def _sum_flat(world: World, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
     total = sum(parameter.numel() for parameter in parameters)
     # The tail counts, per parameter, the ranks that have a gradient.
-    flat = torch.zeros(total + len(parameters), dtype=dtype, device=world.device)
+    flat = torch.zeros(total + len(parameters), dtype=dtype)
     views = torch.split(flat[:total], [parameter.numel() for parameter in parameters])
     for index, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
         if parameter.grad is not None:
@@ -128,7 +128,7 @@ def all_gather_counts(world: World, count: int) -> list[int]:
     """Collective. The count of every rank, by rank."""
     if world.size == 1:
         return [count]
-    counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    counts = torch.zeros(world.size, dtype=torch.int64)
     counts[world.rank] = count
     return [int(count) for count in _all_reduce(world, counts, op="counts of rows").tolist()]
 
@@ -177,9 +177,9 @@ def broadcast_bytes(world: World, content: bytes | None) -> bytes:
     if world.size == 1:
         assert content is not None
         return content
-    size = torch.tensor([len(content or b"")], device=world.device)
+    size = torch.tensor([len(content or b"")])
     _broadcast(world, size)
-    flat = torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    flat = torch.empty(int(size), dtype=torch.uint8)
     if content:
         flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     if len(flat):

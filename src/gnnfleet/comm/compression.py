@@ -31,7 +31,6 @@ class WireCodec:
         self._number = 0
 
     def next_exchange(self) -> int:
-        """The number of the next exchange."""
         self._number += 1
         return self._number
 
@@ -62,7 +61,3 @@ class WireCodec:
         """Rows from what ``encode`` returned, up to rounding."""
         rows = encoded[0] if encoded[0].dtype == dtype else encoded[0].to(dtype)
         return rows if len(encoded) == 1 else rows.mul_(encoded[1].to(dtype))
-
-    def residual_bytes(self) -> int:
-        """Bytes of the stored rounding errors."""
-        return sum(tensor.nbytes for tensor in self._residuals.values())

@@ -29,6 +29,8 @@ OnRows = Callable[[int, list[Tensor]], Sequence[Tensor] | None]
 OnReturns = Callable[[int, list[Tensor]], None]
 """(rank p, rows that p returns, one tensor for each ``ReturnPath``)."""
 
+BufferFactory = Callable[[Sequence[int], torch.dtype], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
@@ -54,16 +56,6 @@ class ReturnPath:
     plan: ExchangePlan
     width: int
     dtype: torch.dtype
-
-
-class BufferFactory(Protocol):
-    """Allocates buffers."""
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(*shape, dtype=dtype)
 
 
 @dataclass(eq=False)
@@ -103,7 +95,7 @@ class RingExchange:
     world: World
     group: int = 1
     depth: int = 1
-    new_buffer: BufferFactory = field(default=_empty)
+    new_buffer: BufferFactory = lambda shape, dtype: torch.empty(*shape, dtype=dtype)
     codec: WireCodec = field(default_factory=WireCodec)
 
     def __post_init__(self) -> None:
@@ -270,7 +262,7 @@ class _RingPass:
             assert self.fetched is not None
             return self.fetched.rows[source], None
         layout, message = self._fetch_layout(source), None
-        buffer = torch.empty(0, dtype=torch.uint8, device=self.world.device)
+        buffer = torch.empty(0, dtype=torch.uint8)
         if layout.nbytes:
             buffer = self.receiving.pop(offset).wait()
             if self.world.shm is not None and self.world.shm.can_receive(source, layout.nbytes):

@@ -182,7 +182,6 @@ class MessageStore:
                     self._store.delete_key(name)
 
     def remove(self, key: str) -> None:
-        """Remove a message, if it exists."""
         self.remove_where(lambda other: other == key)
 
     def _pieces(self, key: str) -> list[str]:

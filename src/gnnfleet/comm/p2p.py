@@ -53,7 +53,6 @@ def require_group(world: World) -> ProcessGroup:
 
 
 def wait_work(world: World, work: Any, op: str) -> None:
-    """Wait for an operation of the process group."""
     with world.clock.phase(WAIT, op):
         work.wait(timedelta(seconds=world.timeout))
 

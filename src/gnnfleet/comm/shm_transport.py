@@ -247,7 +247,6 @@ def create_memory(size: int) -> int:
 
 
 def open_memory(pid: int | None, fd: int) -> int:
-    """Open the memory of another process."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -33,7 +33,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: ProcessGroup | None = None
     timeout: float = EXCHANGE_TIMEOUT
     traffic: TrafficCounter = field(default_factory=TrafficCounter)
@@ -69,14 +68,11 @@ class World:
 
 
 @contextmanager
-def init_world(
-    rendezvous: Rendezvous, *, device: torch.device | None = None, timeout: float = EXCHANGE_TIMEOUT
-) -> Iterator[World]:
-    """Collective. The World of all ranks: gloo between them, on cuda also nccl."""
-    device = device or torch.device("cpu")
+def init_world(rendezvous: Rendezvous) -> Iterator[World]:
+    """Collective. The World of all ranks, with gloo between them."""
     env = rendezvous.env
     if env.size == 1:
-        yield World(device=device, timeout=timeout)
+        yield World()
         return
     groups: list[ProcessGroup] = []
     uses: dict[str, int] = {}  # of each name
@@ -86,7 +82,7 @@ def init_world(
         # A second group of the same name would read the addresses of the first. All ranks count alike.
         number = uses[name] = uses.get(name, -1) + 1
         store = PrefixStore(f"group/{name}/{number}", rendezvous.store)
-        groups.append(_make_group(store, rank, size, addresses=addresses, device=device, timeout=timeout))
+        groups.append(_make_group(store, rank, size, addresses))
         return groups[-1]
 
     try:
@@ -96,20 +92,19 @@ def init_world(
             f"rank {env.rank} cannot connect to the others: {first_line(error)}. "
             "Set GLOO_SOCKET_IFNAME to the network interface to use, for example eth0"
         ) from error
-    world = World(env.rank, env.size, device, group, timeout, new_group=new_group)
+    world = World(env.rank, env.size, group, new_group=new_group)
     world = replace(world, shm=_open_shm(world, rendezvous))
     yield world
     if world.shm is not None:
-        world.shm.close(timeout)
+        world.shm.close(world.timeout)
     for group in reversed(groups):
         group.shutdown()
 
 
 def _open_shm(world: World, rendezvous: Rendezvous) -> ShmTransport | None:
     own = rendezvous.members[world.rank]
-    uses_shm = world.device.type == "cpu" and rendezvous.env.shares_memory
     pids = [
-        member.pid if uses_shm and rank != world.rank and member.pids == own.pids else None
+        member.pid if rendezvous.env.shares_memory and rank != world.rank and member.pids == own.pids else None
         for rank, member in enumerate(rendezvous.members)
     ]
 
@@ -121,30 +116,15 @@ def _open_shm(world: World, rendezvous: Rendezvous) -> ShmTransport | None:
     return open_shm_transport(world.rank, pids, all_reduce)
 
 
-def _make_group(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    addresses: Sequence[ProcessGroupGloo.Device],
-    device: torch.device,
-    timeout: float,
-) -> ProcessGroup:
+def _make_group(store: Store, rank: int, size: int, addresses: Sequence[ProcessGroupGloo.Device]) -> ProcessGroup:
     """Create a group outside torch.distributed's registry; it is used through its own methods."""
     group = ProcessGroup(store, rank, size)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(addresses)
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT)
     gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL
-
-        nccl_options = ProcessGroupNCCL.Options()
-        nccl_options._timeout = timedelta(seconds=timeout)
-        nccl = ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, nccl_options)
-        group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
     return group
 
 

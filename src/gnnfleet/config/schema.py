@@ -52,7 +52,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def spec(self) -> StrategySpec[Any]:
-        """The spec of the strategy."""
         return find_spec(self.strategy.name)
 
     @property

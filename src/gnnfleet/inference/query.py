@@ -37,7 +37,7 @@ from gnnfleet.tasks.event import EventTask
 from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebuild_links
 from gnnfleet.training.checkpoint import TrainState, load_sharded
 from gnnfleet.training.output_schema import OutputSchema, column_order
-from gnnfleet.training.partition_cache import ensure_partition, ensure_placement_in_subprocess, trained_graph
+from gnnfleet.training.partition_cache import prepare_placement
 from gnnfleet.training.resume import broadcast_state
 from gnnfleet.training.run_dir import RunDirectory
 
@@ -248,12 +248,7 @@ def _query_spec(query: Query, config: RunConfig, graph: Graph, *, quiet: bool, i
             f"{graph.store.path} has features or edge types in another order than the run, or no edges yet: leave "
             "torchrun out, or import it with all of them in the order of the run"
         )
-    partition: Path | None
-    if in_subprocess:
-        partition = ensure_placement_in_subprocess(graph, config, quiet=quiet)
-    else:
-        with make_progress(quiet) as progress:
-            partition = ensure_partition(graph, trained_graph(graph, config), config, progress=progress, quiet=quiet)
+    partition = prepare_placement(graph, config, quiet=quiet, in_subprocess=in_subprocess)
     schema = None if output is None else output.as_json()
     return RunSpec.of(graph, config, directory.path, partition, quiet=quiet, question=asdict(query), output=schema)
 

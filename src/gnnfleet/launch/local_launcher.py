@@ -118,7 +118,6 @@ def _error(failure: Failure, advice: str) -> GnnfleetError:
 
 
 def failure_error(failure: Failure, text: str = "") -> GnnfleetError:
-    """Make the error to raise for a failure."""
     error = error_for_exit_code(failure.exit_code)(text or failure.text)
     if failure.trace:
         error.add_note(failure.trace)

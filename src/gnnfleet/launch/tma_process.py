@@ -96,7 +96,6 @@ def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
 
 
 def run_trainer(spec: RunSpec, store: MessageStore, index: int) -> None:
-    """Run trainer number ``index``."""
     from gnnfleet.config.resolve import resolve
     from gnnfleet.errors import ExchangeError
     from gnnfleet.launch.tma_subgraph import make_local_training

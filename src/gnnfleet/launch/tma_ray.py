@@ -86,7 +86,6 @@ def open_ray() -> str:
 
 
 def count_machines() -> int:
-    """Count the machines of the cluster."""
     return len({node["NodeManagerAddress"] for node in _ray().nodes() if node["Alive"]})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -117,51 +118,13 @@ def make_config(name: str, **settings: Any) -> ModelConfig:
         raise ConfigError(f"a model has no setting {key!r}: {hint}") from error
 
 
-def SAGE(**settings: Any) -> ModelConfig:
-    """GraphSAGE."""
-    return make_config("sage", **settings)
-
-
-def GCN(**settings: Any) -> ModelConfig:
-    """Graph convolutional network."""
-    return make_config("gcn", **settings)
-
-
-def GAT(**settings: Any) -> ModelConfig:
-    """Graph attention network."""
-    return make_config("gat", **settings)
-
-
-def GATv2(**settings: Any) -> ModelConfig:
-    """Graph attention network with dynamic attention."""
-    return make_config("gatv2", **settings)
-
-
-def GIN(**settings: Any) -> ModelConfig:
-    """Graph isomorphism network."""
-    return make_config("gin", **settings)
-
-
-def RGCN(**settings: Any) -> ModelConfig:
-    """Relational graph convolutional network: the one for several node or edge types."""
-    return make_config("rgcn", **settings)
-
-
-def GCN2(**settings: Any) -> ModelConfig:
-    """GCNII: deep GCN with initial residual and identity mapping."""
-    return make_config("gcn2", **settings)
-
-
-def ResPlus(**settings: Any) -> ModelConfig:
-    """DeeperGCN: pre-activation residual blocks with softmax aggregation."""
-    return make_config("res+", **settings)
-
-
-def TGN(**settings: Any) -> ModelConfig:
-    """Temporal graph network: a memory per node and attention over its latest events."""
-    return make_config("tgn", **{**TEMPORAL_DEFAULTS, **settings})
-
-
-def TGAT(**settings: Any) -> ModelConfig:
-    """Temporal attention without memory."""
-    return make_config("tgat", **{**TEMPORAL_DEFAULTS, **settings})
+SAGE = partial(make_config, "sage")  # GraphSAGE
+GCN = partial(make_config, "gcn")  # graph convolutional network
+GAT = partial(make_config, "gat")  # graph attention network
+GATv2 = partial(make_config, "gatv2")  # graph attention network with dynamic attention
+GIN = partial(make_config, "gin")  # graph isomorphism network
+RGCN = partial(make_config, "rgcn")  # relational graph convolutional network: for several node or edge types
+GCN2 = partial(make_config, "gcn2")  # GCNII: deep GCN with initial residual and identity mapping
+ResPlus = partial(make_config, "res+")  # DeeperGCN: pre-activation residual blocks with softmax aggregation
+TGN = partial(make_config, "tgn", **TEMPORAL_DEFAULTS)  # a memory per node and attention over its latest events
+TGAT = partial(make_config, "tgat", **TEMPORAL_DEFAULTS)  # temporal attention without memory

@@ -94,6 +94,6 @@ def edgebank_ranks(
     return torch.cat(ranks) if ranks else torch.empty(0, dtype=torch.float64)
 
 
-def time_window(training: EventStream, share: float = WINDOW) -> float:
-    """Duration of a share of the training events' time span."""
-    return float(training.t[-1] - training.t[0]) * share if len(training) else 0.0
+def time_window(training: EventStream) -> float:
+    """Duration of the share ``WINDOW`` of the training events' time span."""
+    return float(training.t[-1] - training.t[0]) * WINDOW if len(training) else 0.0

@@ -42,10 +42,10 @@ def layerwise_inference(
     return output, last_input if len(view.nodes) > 1 else last_input.get(target)
 
 
-def layer_bytes(view: LocalView, width: int, itemsize: int = 4) -> int:
-    """Approximate bytes that one layer of the whole view needs."""
+def layer_bytes(view: LocalView, width: int) -> int:
+    """Approximate bytes that one layer of the whole view needs, in float32."""
     rows = sum(len(table.node_ids) for table in view.nodes.values())
-    return _COPIES * rows * width * itemsize
+    return _COPIES * rows * width * 4
 
 
 def _layer(model: Model, view: LocalView, x: Table, carry: Table, *, only: str, limit: int) -> tuple[Table, Table]:

@@ -257,7 +257,6 @@ class GNN(Model):
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """The node types, in order."""
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 
     def _input(self, view: GraphView, x: Tensor | None, key: str, mask_id: int) -> Tensor:

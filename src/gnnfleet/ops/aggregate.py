@@ -252,7 +252,6 @@ def inverse_degree(structure: CSR, dtype: torch.dtype) -> Tensor:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums of this dtype."""
     if dtype == torch.bfloat16:
         return torch.float32
     if dtype not in (torch.float32, torch.float64):

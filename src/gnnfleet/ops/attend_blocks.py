@@ -80,7 +80,6 @@ class AttentionBlock:
         return {**rows, "rows": self.rows, "positions": self.positions}
 
     def workers(self, spec: AttentionSpec) -> int:
-        """Number of threads for the edges."""
         return _workers(self.structure.num_edges * spec.heads * (spec.channels + spec.depth))
 
 

@@ -62,10 +62,10 @@ class Draws:
         _native.draw_uniforms(*self.kernel_args, first, out, num_threads())
         return out
 
-    def exponentials(self, count: int, *, first: int = 0) -> Tensor:
+    def exponentials(self, count: int) -> Tensor:
         """[count] float64 of mean 1."""
         out = torch.empty(count, dtype=torch.float64)
-        _native.draw_exponentials(*self.kernel_args, first, out, num_threads())
+        _native.draw_exponentials(*self.kernel_args, 0, out, num_threads())
         return out
 
     def uniforms_at(self, ids: Tensor, columns: int = 1) -> Tensor:

@@ -216,7 +216,6 @@ def _add_softmax(state: PropagateState, chunk: MessageChunk, score: Tensor, valu
 
 
 def _add_max(state: MaxState, chunk: MessageChunk, values: Tensor, ties: Tensor) -> None:
-    """Add edges to a running maximum."""
     values, rows = _flat(values), chunk.target
     if not _native_on(values):
         values = values.to(state.out.dtype)

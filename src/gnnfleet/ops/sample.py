@@ -114,7 +114,6 @@ class Frontier:
         return int(self._table.bytes)
 
     def clear(self) -> None:
-        """Forget the batch."""
         self._table.clear()
         self._added.clear()
         self.ids = torch.empty(0, dtype=torch.int64)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+LINE_INTERVAL = 3.0
+
 
 class EpochDisplay:
     """Takes the row of every epoch; this one shows nothing, the default of library calls."""
@@ -21,13 +23,12 @@ class EpochDisplay:
 
 
 class _PlainEpochs(EpochDisplay):
-    def __init__(self, total: int, every: float = 3.0) -> None:
-        self._total, self._every = total, every
-        self._last = 0.0
+    def __init__(self, total: int) -> None:
+        self._total, self._last = total, 0.0
 
     def show(self, row: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if now - self._last >= self._every or row["epoch"] == self._total:
+        if now - self._last >= LINE_INTERVAL or row["epoch"] == self._total:
             self._last = now
             print(f"epoch {row['epoch']}/{self._total}  {format_epoch(row)}", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -25,7 +25,6 @@ def epoch_lines_since(run: Run, epoch: int) -> list[str]:
 
 
 def live_view(run: Run) -> Group:
-    """The present state of a run."""
     rows = run["rows"]
     head = Text(f"{run['name']}  {run['strategy']}, {run['model']}, {run['workers']} workers: {run['state']}", "bold")
     if not rows:
@@ -45,9 +44,9 @@ def live_view(run: Run) -> Group:
     return Group(*lines, _workers(run), *(Text(text, "dim") for text in run["remarks"][-3:]))
 
 
-def sparkline(values: Sequence[float], width: int = _WIDE) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Values as block characters; of many values the last of each interval."""
-    count = min(width, len(values))
+    count = min(_WIDE, len(values))
     shown = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
     low, high = min(shown), max(shown)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0

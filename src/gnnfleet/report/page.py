@@ -46,7 +46,6 @@ def page_data(
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """The HTML of the page."""
     assets = files("gnnfleet.report") / "assets"
     style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
     return (

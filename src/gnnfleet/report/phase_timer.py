@@ -44,10 +44,10 @@ class PhaseTimer:
         self._switch(self._phase)
         return dict(self._seconds)
 
-    def record(self, name: str, kind: str, begin: float, end: float | None = None) -> None:
+    def record(self, name: str, kind: str, begin: float) -> None:
         """Add a span to the trace only."""
         if self.spans is not None and len(self.spans) < MAX_SPANS:
-            self.spans.append(TraceSpan(name, kind, begin, perf_counter() if end is None else end, get_ident()))
+            self.spans.append(TraceSpan(name, kind, begin, perf_counter(), get_ident()))
 
     def _switch(self, phase: str) -> str:
         """Begin a phase; returns the previous one."""

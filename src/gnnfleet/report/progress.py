@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+LINE_INTERVAL = 5.0
+
 
 class Progress(Protocol):
     """Takes progress of long work. ``stage`` opens a named stage and returns a function that takes the amount done."""
@@ -27,10 +29,7 @@ class NoProgress:
 
 
 class LineProgress:
-    """One line when a stage starts, then at most one every ``every`` seconds: for logs and pipes."""
-
-    def __init__(self, every: float = 5.0) -> None:
-        self.every = every
+    """One line when a stage starts, then at most one every ``LINE_INTERVAL`` seconds: for logs and pipes."""
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
         done, last = 0.0, time.monotonic()
@@ -40,7 +39,7 @@ class LineProgress:
             nonlocal done, last
             done += amount
             now = time.monotonic()
-            if now - last >= self.every:
+            if now - last >= LINE_INTERVAL:
                 last = now
                 share = f"{100 * done / total:.0f} %" if total else f"{done:,.0f}"
                 print(f"{name}: {share}", file=sys.stderr, flush=True)  # noqa: T201

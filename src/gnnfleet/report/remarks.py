@@ -6,6 +6,5 @@ from rich.console import Console
 
 
 def print_note(text: str, *, quiet: bool = False) -> None:
-    """Print a note unless ``quiet``."""
     if not quiet:
         Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, soft_wrap=True)

@@ -24,11 +24,10 @@ from gnnfleet.io.bundle import Bundle
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.report.metrics import check_tensorboard
-from gnnfleet.report.progress import make_progress
 from gnnfleet.report.remarks import print_note
 from gnnfleet.training.build import validate, validate_events
 from gnnfleet.training.output_schema import OutputSchema
-from gnnfleet.training.partition_cache import empty_parts_warning, ensure_placement, ensure_placement_in_subprocess
+from gnnfleet.training.partition_cache import empty_parts_warning, prepare_placement
 from gnnfleet.training.resume import read_resume_point
 from gnnfleet.training.run_dir import RunDirectory, choose_directory
 
@@ -103,12 +102,7 @@ def prepare_run(
     warning = empty_parts_warning(graph, config.workers) if config.spec.placement in ("partition", "clusters") else None
     for text in (*remarks, *([] if warning is None else [warning])):
         print_note(text, quiet=quiet)
-    placement: Path | None
-    if in_subprocess:
-        placement = ensure_placement_in_subprocess(graph, config, quiet=quiet)
-    else:
-        with make_progress(quiet) as progress:
-            placement = ensure_placement(graph, trained, config, progress=progress, quiet=quiet)
+    placement = prepare_placement(graph, config, trained=trained, quiet=quiet, in_subprocess=in_subprocess)
     directory = directory or choose_run_dir(location, original or graph, model=config.model.label)
     directory.seed = config.seed
     directory.lock()

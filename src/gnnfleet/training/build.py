@@ -126,7 +126,6 @@ def build(graph: Graph, config: RunConfig, *, context: RankContext | None = None
 
 
 def make_event_job(graph: Graph, config: RunConfig, context: RankContext) -> EventJob:
-    """Inputs of a strategy on events, on one rank."""
     task, model, features = validate_events(graph, config)
     return EventJob(
         model=model,
@@ -186,7 +185,6 @@ def _assemble(run: ValidatedRun, config: RunConfig, context: RankContext) -> Bui
 
 
 def make_job(run: ValidatedRun, config: RunConfig, context: RankContext) -> Job:
-    """Inputs of a strategy on one rank."""
     return Job(
         graph=run.graph,
         model=run.model,

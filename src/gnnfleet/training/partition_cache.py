@@ -73,8 +73,7 @@ def ensure_partition(
         assignment = assign_nodes(trained, config.workers, method, seed=SEED, progress=progress)
         write_partition(trained, assignment, path, overwrite=path.exists(), progress=progress)
 
-    _ensure(path, lambda: Partition.open(path, stored_graph), make, quiet=quiet)
-    return path
+    return _ensure(path, lambda: Partition.open(path, stored_graph), make, quiet=quiet)
 
 
 def ensure_clusters(
@@ -92,8 +91,7 @@ def ensure_clusters(
     def make() -> None:
         write_clusters(trained, assign_nodes(trained, parts, method, seed=SEED, progress=progress, **options), path)
 
-    _ensure(path, lambda: ClusterMap.open(path, stored_graph), make, quiet=quiet)
-    return path
+    return _ensure(path, lambda: ClusterMap.open(path, stored_graph), make, quiet=quiet)
 
 
 def ensure_layouts(
@@ -116,12 +114,11 @@ def ensure_layouts(
         ]
         write_chunk_layouts(trained, layouts, path)
 
-    _ensure(path, lambda: open_chunk_layouts(path, stored_graph), make, quiet=quiet)
-    return path
+    return _ensure(path, lambda: open_chunk_layouts(path, stored_graph), make, quiet=quiet)
 
 
-def _ensure(path: Path, open_it: Callable[[], object], make: Callable[[], None], *, quiet: bool) -> None:
-    """Make what is missing or damaged; only one of several processes does."""
+def _ensure(path: Path, open_it: Callable[[], object], make: Callable[[], None], *, quiet: bool) -> Path:
+    """Make what is missing or damaged at the path; only one of several processes does."""
 
     def is_usable() -> bool:
         try:
@@ -133,15 +130,30 @@ def _ensure(path: Path, open_it: Callable[[], object], make: Callable[[], None],
         with _file_lock(path, quiet):
             if not is_usable():
                 make()
+    return path
 
 
 def _folder(graph: Graph, trained: Graph, config: RunConfig) -> tuple[Path, Graph, Graph | None]:
     """(cache directory, graph to partition, the store's graph if it is the same)."""
     store = _store(graph)
-    if _same_edges(graph, trained):
+    has_all_edges = graph.edges.keys() == trained.edges.keys()
+    if has_all_edges and all(trained.edges[kind] is edges for kind, edges in graph.edges.items()):
         return store.path / "parts", graph, graph
     # Held-out links make another graph; the directory name is a digest of what decides them.
-    return store.path / "parts" / f"links-{_links_key(store, config)}", trained, None
+    fields = [store.digest, config.split, config.seed, config.link.model_dump(mode="json"), config.model.name]
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+    return store.path / "parts" / f"links-{digest}", trained, None
+
+
+def prepare_placement(
+    graph: Graph, config: RunConfig, *, trained: Graph | None = None, quiet: bool, in_subprocess: bool = False
+) -> Path | None:
+    """``ensure_placement`` with progress; ``in_subprocess`` for a caller that must keep sending heartbeats."""
+    if in_subprocess:
+        return ensure_placement_in_subprocess(graph, config, quiet=quiet)
+    with make_progress(quiet) as progress:
+        trained = trained_graph(graph, config) if trained is None else trained
+        return ensure_placement(graph, trained, config, progress=progress, quiet=quiet)
 
 
 def ensure_placement_in_subprocess(graph: Graph, config: RunConfig, *, quiet: bool) -> Path | None:
@@ -163,7 +175,6 @@ def ensure_placement_in_subprocess(graph: Graph, config: RunConfig, *, quiet: bo
 
 
 def error_for_exit_code(exit_code: int) -> type[GnnfleetError]:
-    """The error class of an exit code."""
     return next((kind for kind in GnnfleetError.__subclasses__() if kind.exit_code == exit_code), GnnfleetError)
 
 
@@ -180,16 +191,6 @@ def trained_graph(graph: Graph, config: RunConfig) -> Graph:
 def _store(graph: Graph) -> Bundle:
     assert graph.store is not None, "a graph in memory is saved before it is partitioned"
     return graph.store
-
-
-def _same_edges(a: Graph, b: Graph) -> bool:
-    return a.edges.keys() == b.edges.keys() and all(b.edges[kind] is edges for kind, edges in a.edges.items())
-
-
-def _links_key(store: Bundle, config: RunConfig) -> str:
-    """Digest of everything that decides which edges are held out."""
-    fields = [store.digest, config.split, config.seed, config.link.model_dump(mode="json"), config.model.name]
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -218,9 +219,7 @@ def _main() -> None:
     request = json.loads(sys.stdin.read())
     try:
         graph, config = open_store(request["store"]), resolve(request["config"])
-        with make_progress(request["quiet"]) as progress:
-            trained = trained_graph(graph, config)
-            path = ensure_placement(graph, trained, config, progress=progress, quiet=request["quiet"])
+        path = prepare_placement(graph, config, quiet=request["quiet"])
         answer: dict[str, Any] = {"path": None if path is None else str(path)}
     except GnnfleetError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}

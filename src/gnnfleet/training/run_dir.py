@@ -190,7 +190,6 @@ class RunDirectory(CheckpointSink):
         self._write("record.json", json.dumps(record, indent=1).encode())
 
     def append_rank_rows(self, totals: Mapping[str, Any]) -> None:
-        """Write traffic and memory of all workers so far."""
         self._write("ranks.json", json.dumps(totals).encode())
 
     def write_partition_info(self, method: str, quality: Mapping[str, Any]) -> None:
