@@ -85,4 +85,3 @@ def test_the_full_rule_excludes_positives_of_the_same_source_and_time() -> None:
         for row, event in enumerate(range(lo, hi)):
             same = [e for e in range(300) if src[e] == src[event] and e // 6 == event // 6]
             assert set(rule.destinations[~mask[row]].tolist()) == {int(dst[e]) for e in same}
-        assert torch.equal(rule.destinations[rule.positives(lo, hi)], dst[lo:hi])

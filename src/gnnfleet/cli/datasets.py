@@ -55,7 +55,7 @@ def make_dataset(
 ) -> None:
     """Generate a graph and write it as a store."""
     from gnnfleet.graph.datasets import find_dataset
-    from gnnfleet.graph.store import KIND, save_store
+    from gnnfleet.graph.store import KIND, save_store, tensor_files
     from gnnfleet.io.bundle import check_target
     from gnnfleet.report.progress import make_progress
 
@@ -66,9 +66,8 @@ def make_dataset(
     with make_progress(quiet) as progress:
         graph = dataset.make(config, progress)
         generated = time.perf_counter()
-        graph = save_store(
-            graph, output, overwrite=overwrite, advance=progress.stage("writing the store", _tensor_bytes(graph))
-        )
+        nbytes = sum(tensor.nbytes for tensor in tensor_files(graph).values())
+        graph = save_store(graph, output, overwrite=overwrite, advance=progress.stage("writing the store", nbytes))
     seconds = {"generate": generated - start, "write": time.perf_counter() - generated}
     assert graph.store is not None
     result = {
@@ -92,14 +91,6 @@ def _count_nodes(graph: Graph) -> dict[str, dict[str, int]]:
         }
         for kind, nodes in graph.nodes.items()
     }
-
-
-def _tensor_bytes(graph: Graph) -> int:
-    from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS
-
-    tensors = [getattr(nodes, name) for nodes in graph.nodes.values() for name in NODE_ARRAYS]
-    tensors += [getattr(edges, name) for edges in graph.edges.values() for name in EDGE_ARRAYS]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _tables(graph: Graph, result: dict[str, Any]) -> list[Any]:

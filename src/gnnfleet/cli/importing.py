@@ -40,12 +40,8 @@ SHOWN = 5
 """Number of feature columns named in the table; --json lists all."""
 
 
-def _column(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="COLUMN", help=text, rich_help_panel=_TABLES)
-
-
-def _patterns(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="PATTERNS", help=text, rich_help_panel=_TABLES)
+def _column(name: str, text: str, metavar: str = "COLUMN") -> Any:
+    return typer.Option(name, metavar=metavar, help=text, rich_help_panel=_TABLES)
 
 
 def _rule(name: str, text: str, metavar: str | None = None) -> Any:
@@ -88,10 +84,11 @@ def import_graph(
     ] = None,
     label: Annotated[
         str | None,
-        _patterns(
+        _column(
             "--label",
             "Class numbers (−1 or empty: none) or names. Several columns ('tag_*') or a list column: several labels "
             "per node. none: no labels. [dim]Usually label or y.[/dim]",
+            "PATTERNS",
         ),
     ] = None,
     split_column: Annotated[
@@ -99,29 +96,26 @@ def import_graph(
     ] = None,
     time_column: Annotated[
         str | None,
-        _column(
-            "--time",
-            "Time of an edge; timestamps become microseconds. [dim]Usually time, timestamp or t.[/dim]",
-        ),
+        _column("--time", "Time of an edge; timestamps become microseconds. [dim]Usually time, timestamp or t.[/dim]"),
     ] = None,
     weight: Annotated[str | None, _column("--weight", "Weight of an edge, or none. [dim]Usually weight.[/dim]")] = None,
     features: Annotated[
         str | None,
-        _patterns(
+        _column(
             "--features",
             "Node features, for example 'f*,price', or none. [dim]Default: all other numeric and list columns.[/dim]",
+            "PATTERNS",
         ),
     ] = None,
-    edge_features: Annotated[str | None, _patterns("--edge-features", "Edge features, in the same form.")] = None,
-    edge_label: Annotated[str | None, _patterns("--edge-label", "Edge labels, in the same form; or none.")] = None,
+    edge_features: Annotated[
+        str | None, _column("--edge-features", "Edge features, in the same form.", "PATTERNS")
+    ] = None,
+    edge_label: Annotated[
+        str | None, _column("--edge-label", "Edge labels, in the same form; or none.", "PATTERNS")
+    ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(
-            "--columns",
-            metavar="NAMES",
-            help="Column names of CSV tables without a header line, for example src,dst,time.",
-            rich_help_panel=_TABLES,
-        ),
+        _column("--columns", "Column names of CSV tables without a header line, for example src,dst,time.", "NAMES"),
     ] = None,
     undirected: Annotated[
         bool,
@@ -242,9 +236,7 @@ def _one_graph(sources: Sequence[str], options: Mapping[str, Any]) -> tuple[str,
 
 
 def _table_spec(
-    sources: Sequence[str],
-    typed: tuple[Sequence[str], Sequence[str]],
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    sources: Sequence[str], typed: tuple[Sequence[str], Sequence[str]], columns: tuple[dict[str, Any], dict[str, Any]]
 ) -> TableSpec:
     from gnnfleet.graph.graph import EdgeType
     from gnnfleet.graph.ingest.spec import EdgeTable, NodeTable, TableSpec

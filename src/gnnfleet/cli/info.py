@@ -180,7 +180,7 @@ def graph_tables(result: dict[str, Any]) -> list[Any]:
             columns = tuple(nodes["head"][0])
             shown.append(table(f"first nodes of {kind}", columns, [tuple(row.values()) for row in nodes["head"]]))
     if result["partitions"]:
-        shown.append(partition_rows("partitions", result["partitions"]))
+        shown.append(partition_rows(result["partitions"]))
     return shown
 
 
@@ -196,35 +196,22 @@ def describe_partition(partition: Partition) -> dict[str, Any]:
     }
 
 
-def partition_rows(title: str, partitions: list[dict[str, Any]]) -> Any:
-    return table(
-        title,
+def partition_rows(partitions: list[dict[str, Any]]) -> Any:
+    columns = ["name", "parts", "edges kept", "edges cut", "rows sent Σ(λ−1)", "replication"]
+    balanced = ("nodes", "edges", "train")
+    rows = [
         (
-            "name",
-            "parts",
-            "edges kept",
-            "edges cut",
-            "rows sent Σ(λ−1)",
-            "replication",
-            "nodes max/mean",
-            "edges max/mean",
-            "train max/mean",
-        ),
-        [
-            (
-                p["name"],
-                p["parts"],
-                f"{100 * p['kept_share']:.1f} %",
-                p["cut_edges"],
-                p["volume"],
-                p["replication"],
-                p["balance"]["nodes"],
-                p["balance"]["edges"],
-                p["balance"]["train"],
-            )
-            for p in partitions
-        ],
-    )
+            p["name"],
+            p["parts"],
+            f"{100 * p['kept_share']:.1f} %",
+            p["cut_edges"],
+            p["volume"],
+            p["replication"],
+            *(p["balance"][target] for target in balanced),
+        )
+        for p in partitions
+    ]
+    return table("partitions", [*columns, *(f"{target} max/mean" for target in balanced)], rows)
 
 
 def partition_table(name: str, result: dict[str, Any]) -> Any:

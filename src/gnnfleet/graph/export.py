@@ -43,24 +43,17 @@ def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | N
     partial.mkdir(parents=True)
     files: dict[str, int] = {}
     try:
-        for node_type, nodes in graph.nodes.items():
-            name = f"nodes-{_file(node_dir(node_type))}.parquet" if graph.is_hetero else "nodes.parquet"
-            advance = progress.stage(name, nodes.count)
-            files[name] = _write(partial / name, _node_batches(nodes), advance)
-        for edge_type, edges in graph.edges.items():
-            name = f"edges-{_file(edge_dir(edge_type))}.parquet" if graph.is_hetero else "edges.parquet"
-            advance = progress.stage(name, edges.count)
-            files[name] = _write(partial / name, _edge_batches(graph, edge_type), advance)
+        tables = [(node_dir(node_type), n.count, _node_batches(n)) for node_type, n in graph.nodes.items()]
+        tables += [(edge_dir(kind), e.count, _edge_batches(graph, kind)) for kind, e in graph.edges.items()]
+        for folder, rows, batches in tables:
+            name = (folder.replace("/", "-", 1) if graph.is_hetero else folder.partition("/")[0]) + ".parquet"
+            files[name] = _write(partial / name, batches, progress.stage(name, rows))
         if target.exists():
             target.rmdir()
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return files
-
-
-def _file(folder: str) -> str:
-    return folder.partition("/")[2]
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], advance: Any) -> int:

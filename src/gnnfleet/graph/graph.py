@@ -173,7 +173,7 @@ class Graph:
         edges = validated_edges(
             edge_index, num_src=num_nodes, num_dst=num_nodes, weight=edge_weight, attr=edge_attr, time=time, y=edge_y
         )
-        self._set({NODE: nodes}, {EDGE: edges}, name=name, undirected=False, store=None)
+        self._set({NODE: nodes}, {EDGE: edges}, name, undirected=False, store=None)
 
     @classmethod
     def of(
@@ -187,17 +187,11 @@ class Graph:
     ) -> Graph:
         """Build from node and edge types; raises InputError if the node type of an edge type is missing."""
         graph = cls.__new__(cls)
-        graph._set(dict(nodes), dict(edges), name=name, undirected=undirected, store=store)
+        graph._set(dict(nodes), dict(edges), name, undirected, store)
         return graph
 
     def _set(
-        self,
-        nodes: dict[str, Nodes],
-        edges: dict[EdgeType, Edges],
-        *,
-        name: str,
-        undirected: bool,
-        store: Bundle | None,
+        self, nodes: dict[str, Nodes], edges: dict[EdgeType, Edges], name: str, undirected: bool, store: Bundle | None
     ) -> None:
         for kind, table in edges.items():
             for end in (kind.src, kind.dst):
@@ -306,13 +300,12 @@ def validated_edges(
     indptr, order, src = csr.sort_into_rows(*edge_index.to(index), num_src=num_src, num_dst=num_dst)
     length = edge_index.shape[1]
     time = None if time is None else _times(time, length)
+    weight = None if weight is None else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)
     return Edges(
         indptr=indptr,
         src=src,
-        weight=None
-        if weight is None
-        else _per_edge(weight, "edge_weight", length).to(torch.float32).reshape(-1)[order],
-        attr=None if attr is None else _edge_features(attr, length)[order],
+        weight=None if weight is None else weight[order],
+        attr=None if attr is None else _features(_per_edge(attr, "edge_attr", length), "edge_attr")[order],
         time=None if time is None else time[order],
         order=None if time is None else time_order(time, order),
         y=None if y is None else _per_edge(_labels(y), "edge_y", length)[order],
@@ -344,10 +337,6 @@ def _features(values: Any, name: str) -> Tensor:
         row, column = (~torch.isfinite(x)).nonzero()[0].tolist()
         raise InputError(f"{name} must be finite, found {x[row, column].item()} in row {row}, column {column}")
     return x
-
-
-def _edge_features(attr: Any, length: int) -> Tensor:
-    return _features(_per_edge(attr, "edge_attr", length), "edge_attr")
 
 
 def _labels(values: Any) -> Tensor:

@@ -43,29 +43,27 @@ def save_store(
 ) -> Graph:
     """Write a graph and open the store; ``advance`` is called with the number of bytes written."""
     with BundleWriter(path, kind=KIND, overwrite=overwrite) as out:
+        for file, tensor in tensor_files(graph).items():
+            out.put(file, tensor)
+            advance(tensor.nbytes)
         for node_type, nodes in graph.nodes.items():
-            for name in NODE_ARRAYS:
-                if (tensor := getattr(nodes, name)) is not None:
-                    out.put(f"{node_dir(node_type)}/{name}.npy", tensor)
-                    advance(tensor.nbytes)
             if not nodes.ids.are_rows:
                 nodes.ids.write(out.file(f"{node_dir(node_type)}/ids.parquet"))
         for edge_type, edges in graph.edges.items():
-            for name in EDGE_ARRAYS:
-                if (tensor := getattr(edges, name)) is not None:
-                    out.put(f"{edge_dir(edge_type)}/{name}.npy", tensor)
-                    advance(tensor.nbytes)
             for name, pairs in edges.links.items():
                 out.put(f"{edge_dir(edge_type)}/links_{name}.npy", pairs)
-        out.commit(graph_meta(graph))
+        node_entries = [node_entry(kind, n.count, n.classes, n.columns) for kind, n in graph.nodes.items()]
+        edge_entries = [edge_entry(kind, e.count, e.columns) for kind, e in graph.edges.items()]
+        meta = {"name": graph.name, "undirected": graph.undirected, "nodes": node_entries, "edges": edge_entries}
+        out.commit(meta)
     return open_store(path)
 
 
-def graph_meta(graph: Graph) -> dict[str, Any]:
-    """The ``meta`` of a store's manifest."""
-    nodes = [node_entry(kind, table.count, table.classes, table.columns) for kind, table in graph.nodes.items()]
-    edges = [edge_entry(kind, table.count, table.columns) for kind, table in graph.edges.items()]
-    return {"name": graph.name, "undirected": graph.undirected, "nodes": nodes, "edges": edges}
+def tensor_files(graph: Graph) -> dict[str, Tensor]:
+    """The tensors of all node and edge types by their file in the store."""
+    tensors = {f"{node_dir(k)}/{name}.npy": getattr(n, name) for k, n in graph.nodes.items() for name in NODE_ARRAYS}
+    tensors |= {f"{edge_dir(k)}/{name}.npy": getattr(e, name) for k, e in graph.edges.items() for name in EDGE_ARRAYS}
+    return {file: tensor for file, tensor in tensors.items() if tensor is not None}
 
 
 def node_entry(node_type: str, count: int, classes: Sequence[str], columns: ColumnGroups) -> dict[str, Any]:

@@ -84,11 +84,7 @@ def open_validated_part(path: str | Path, part: int) -> Shard:
 
 def _compare(bundle: Bundle) -> None:
     is_small = bundle.nbytes <= FULL_CHECK_BYTES
-    bundle.verify(names=[name for name in bundle.files if is_small or not _is_data(name)])
-
-
-def _is_data(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(_DATA)
+    bundle.verify(names=[name for name in bundle.files if is_small or not name.rpartition("/")[2].startswith(_DATA)])
 
 
 def _check_nodes(nodes: Nodes, name: str) -> None:

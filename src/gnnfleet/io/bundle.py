@@ -12,7 +12,6 @@ import io
 import json
 import math
 import shutil
-import types
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,9 +191,7 @@ class BundleWriter:
             raise OSError(error.errno, reason, str(self.target)) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._is_committed:
             for writer in self._arrays.values():
                 writer.abort()

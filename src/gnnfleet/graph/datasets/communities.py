@@ -14,13 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import (
-    MAX_COUNT,
-    DatasetConfig,
-    FeatureDtype,
-    heavy_weights,
-    split_at_random,
-)
+from gnnfleet.graph.datasets.base import MAX_COUNT, DatasetConfig, FeatureDtype, heavy_weights, split_at_random
 from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
@@ -35,8 +29,6 @@ _SIZE_LIMIT = 100.0  # ratio of the largest to the smallest community
 
 
 class CommunitiesConfig(DatasetConfig):
-    """Parameters of ``communities``."""
-
     nodes: int = Field(10_000, ge=6, le=MAX_COUNT, description="number of nodes")
     mean_degree: float = Field(20.0, gt=0, description="stored edges per node; a pair of neighbours has two")
     edges: int | None = Field(None, ge=2, description="stored edges, instead of mean_degree")

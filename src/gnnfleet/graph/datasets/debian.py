@@ -39,8 +39,6 @@ _FIELDS = {"Package", "Source", "Section", "Description"}.union(*RELATIONS.value
 
 
 class DebianConfig(DatasetConfig):
-    """Parameters of ``debian``."""
-
     train: float = Field(0.6, ge=0, le=1, description="share of source packages to train on")
     val: float = Field(
         0.2, ge=0, le=1, description="share of source packages to validate on; the others are for the test"

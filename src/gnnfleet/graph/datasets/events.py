@@ -12,13 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gnnfleet.graph.datasets.base import (
-    MAX_COUNT,
-    DatasetConfig,
-    FeatureDtype,
-    heavy_weights,
-    split_by_rank,
-)
+from gnnfleet.graph.datasets.base import MAX_COUNT, DatasetConfig, FeatureDtype, heavy_weights, split_by_rank
 from gnnfleet.graph.graph import EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops import csr
@@ -37,8 +31,6 @@ _HUB = 300.0
 
 
 class EventsConfig(DatasetConfig):
-    """Parameters of ``events``."""
-
     train: float = Field(
         0.7, ge=0, le=1, description="share of users to train on: those with the earliest first events"
     )

@@ -17,8 +17,6 @@ _EDGES, _IDS, _SURPLUS, _FEATURES, _LABELS, _SPLIT = range(6)
 
 
 class RmatConfig(DatasetConfig):
-    """Parameters of ``rmat``."""
-
     scale: int = Field(14, ge=1, le=30, description="2^scale nodes")
     edge_factor: float = Field(16.0, gt=0, description="stored edges per node")
     nodes: int | None = Field(None, ge=2, le=MAX_COUNT, description="number of nodes, instead of scale")

@@ -47,8 +47,6 @@ _HUB = 1000.0
 
 
 class ShopConfig(DatasetConfig):
-    """Parameters of ``shop``."""
-
     users: int = Field(10_000, ge=1, le=MAX_COUNT, description="number of users")
     products: int = Field(2_000, ge=1, le=MAX_COUNT, description="number of products")
     brands: int = Field(100, ge=1, le=MAX_COUNT, description="number of brands")
@@ -74,7 +72,6 @@ class ShopConfig(DatasetConfig):
 
 
 class _Choices(NamedTuple):
-    category: Tensor  # [products] int32
     favourite: Tensor  # [users] int32
     products: WeightedChoice  # in groups by category
     users: WeightedChoice
@@ -89,7 +86,7 @@ def make_shop(config: ShopConfig, progress: Progress = NoProgress()) -> Graph:
     popularity = heavy_weights(draws.at(_POPULARITY), config.products, exponent=config.exponent, limit=_HUB)
     activity = heavy_weights(draws.at(_ACTIVITY), config.users, exponent=config.exponent, limit=_HUB)
     products = WeightedChoice.of(popularity, category, config.categories)
-    choices = _Choices(category, favourite, products, WeightedChoice.of(activity))
+    choices = _Choices(favourite, products, WeightedChoice.of(activity))
     advance(1)
     sizes = {USER: config.users, PRODUCT: config.products, BRAND: config.brands}
     edges: dict[EdgeType, Edges] = {}

@@ -82,7 +82,3 @@ class AllDestinations:
         mask = torch.ones(hi - lo, len(self.destinations), dtype=torch.bool)
         mask[rows, self._positions[self._order[first[rows] + within]]] = False
         return mask
-
-    def positives(self, lo: int, hi: int) -> Tensor:
-        """[hi − lo] positions of the true destinations among all."""
-        return self._positions[lo:hi]

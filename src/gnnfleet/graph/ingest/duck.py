@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,14 @@ ROWS_PER_BATCH = 1 << 17
 
 
 def sql_string(text: str | Path) -> str:
-    """Quote a string for SQL."""
     return "'" + str(text).replace("'", "''") + "'"
 
 
 def sql_name(column: str) -> str:
-    """Quote a column name for SQL."""
     return '"' + column.replace('"', '""') + '"'
 
 
 def sql_list(texts: Iterable[str | Path]) -> str:
-    """Quote a list of strings for SQL."""
     return "[" + ", ".join(sql_string(text) for text in texts) + "]"
 
 
@@ -46,9 +42,7 @@ class DuckConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._connection.close()
 
     def run(self, sql: str) -> None:

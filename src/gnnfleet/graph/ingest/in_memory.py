@@ -17,8 +17,6 @@ from gnnfleet.graph.store import KIND, save_store
 from gnnfleet.io.bundle import DTYPES, check_target
 from gnnfleet.report.progress import NoProgress, Progress
 
-ENDINGS = (".npz", ".pt", ".graphml", ".gml")
-
 
 def import_in_memory(
     source: str | Path,

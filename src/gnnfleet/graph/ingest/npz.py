@@ -21,16 +21,7 @@ import numpy as np
 import torch
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import (
-    SPLITS,
-    Edges,
-    EdgeType,
-    Graph,
-    Nodes,
-    masks_to_split,
-    validated_edges,
-    validated_nodes,
-)
+from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes, masks_to_split, validated_edges, validated_nodes
 from gnnfleet.graph.ingest.arrays_file import ArraysFile, locate_errors
 from gnnfleet.graph.ingest.clean import is_undirected
 from gnnfleet.graph.ingest.relations import SINGLE_RELATION, Array, NodeTypeIndex, relation_names, take_rows
@@ -277,9 +268,8 @@ def _codes(file: _Arrays, masks: dict[str, Array], count: int) -> Array | None:
 
 
 def _read_edges(file: _Arrays, kinds: NodeTypeIndex) -> dict[EdgeType, Edges]:
+    file.need("edge_index", "the edges as [2, E] whole numbers")
     pairs = file.pairs("edge_index", len(kinds.code))
-    if pairs is None:
-        file.need("edge_index", "the edges as [2, E] whole numbers")
     assert pairs is not None
     relations = _relations(file)
     code = file.codes("edge_type", length=pairs.shape[1], below=len(relations))

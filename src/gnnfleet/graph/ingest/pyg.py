@@ -25,12 +25,7 @@ from gnnfleet.graph.ingest.clean import is_undirected
 from gnnfleet.graph.ingest.relations import check_links, split_relations, take_rows
 
 _log = logging.getLogger(__name__)
-_LINKS = {
-    "val": "val_edge_index",
-    "test": "test_edge_index",
-    "val_neg": "val_neg_edge_index",
-    "test_neg": "test_neg_edge_index",
-}
+_LINKS = {name: f"{name}_edge_index" for name in ("val", "test", "val_neg", "test_neg")}
 _MASKS = {name: f"{name}_mask" for name in SPLITS}
 _NODE_ATTRIBUTES = {"x", "y", "class_names", "n_id", "ids", "num_nodes", *_MASKS.values()}
 _EDGE_ATTRIBUTES = {"edge_index", "edge_weight", "edge_attr", "edge_time", "time", "edge_type", *_LINKS.values()}
@@ -157,11 +152,11 @@ def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
     masks = {split: mask for split, name in _MASKS.items() if (mask := _optional(store, name)) is not None}
     # PyG has one column per split, gnnfleet one row.
     masks = {split: mask.T if mask.dim() == 2 else mask for split, mask in masks.items()}
-    ids = _optional(store, "n_id", "ids")
+    x, ids = _optional(store, "x"), _optional(store, "n_id", "ids")
     with locate_errors(f"nodes of type {kind}"):
         return validated_nodes(
             count,
-            x=_dense(_optional(store, "x")),
+            x=x.to_dense() if isinstance(x, Tensor) and x.layout != torch.strided else x,
             y=_optional(store, "y"),
             split=masks or None,
             ids=ids.cpu().numpy() if isinstance(ids, Tensor) else ids,
@@ -169,15 +164,11 @@ def _read_nodes(store: Any, count: int, kind: str) -> Nodes:
         )
 
 
-def _dense(x: Any) -> Any:
-    return x.to_dense() if isinstance(x, Tensor) and x.layout != torch.strided else x
-
-
 def _read_edges(store: Any, kind: EdgeType, nodes: Mapping[str, Nodes]) -> Edges:
     num_src, num_dst = nodes[kind.src].count, nodes[kind.dst].count
     with locate_errors(f"edges {kind}"):
         pairs, edge_data = _edge_data(store, kind)
-        links = _links(store)
+        links = {split: link for split, name in _LINKS.items() if (link := _optional(store, name)) is not None}
         check_links({name: pairs.numpy() for name, pairs in links.items()}, num_src, num_dst)
         return validated_edges(pairs, num_src=num_src, num_dst=num_dst, links=links, **edge_data)
 
@@ -211,10 +202,6 @@ def _edge_data(store: Any, kind: EdgeType) -> tuple[Tensor, dict[str, Any]]:
         _log.info("edges %s: ignored time, which does not have one value per edge", kind)
         time = None
     return index, {"weight": _optional(store, "edge_weight"), "attr": _optional(store, "edge_attr"), "time": time}
-
-
-def _links(store: Any) -> dict[str, Tensor]:
-    return {split: pairs for split, name in _LINKS.items() if (pairs := _optional(store, name)) is not None}
 
 
 def _report_ignored(store: Any, kind: str, used: set[str]) -> None:

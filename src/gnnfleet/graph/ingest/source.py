@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,7 +110,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 def column_names(path: str, columns: str | None = None) -> list[str]:
     """Read the column names of a file; ``columns`` names those of a CSV file without a header. Raises InputError."""
     if _is_csv(path):
-        return _csv_layout(path, columns).names
+        return _csv_layout(path, columns)[0]
     if columns is not None:
         raise InputError(f"{path}: a Parquet file already names its columns: remove --columns {columns}")
     return list(_parquet_metadata(path).schema.to_arrow_schema().names)
@@ -166,16 +166,8 @@ def _open_text(path: str) -> TextIO:
     return Path(path).open(encoding="utf-8-sig", newline="")
 
 
-class _Layout(NamedTuple):
-    """Format of a CSV file; without a header line all lines are rows."""
-
-    names: list[str]
-    delimiter: str
-    header: bool
-
-
-def _csv_layout(path: str, columns: str | None) -> _Layout:
-    """Detect the delimiter: the most frequent of comma, tab, semicolon and bar in the first line, else a space."""
+def _csv_layout(path: str, columns: str | None) -> tuple[list[str], str]:
+    """(column names, delimiter). If ``columns`` names the columns, there is no header line and all lines are rows."""
     try:
         with _open_text(path) as file:
             first, second = file.readline(), file.readline()
@@ -195,10 +187,11 @@ def _csv_layout(path: str, columns: str | None) -> _Layout:
             f"{path}: --columns names {len(names)} columns ({', '.join(names)}), but the first line has {len(cells)}: "
             f"{first.strip()!r}"
         )
-    return _Layout(names, delimiter, columns is None)
+    return names, delimiter
 
 
 def _delimiter(first: str, second: str) -> str:
+    """The most frequent of comma, tab, semicolon and bar in the first line, else a space."""
     best = max(",\t;|", key=first.count)
     # The name of a single column may contain a space; its rows then contain none.
     spaced = " " in first.strip() and (" " in second.strip() or not second.strip())
@@ -206,12 +199,12 @@ def _delimiter(first: str, second: str) -> str:
 
 
 def _copy_csv(duck: DuckConnection, path: str, columns: str | None) -> str:
-    names, delimiter, header = _csv_layout(path, columns)
+    names, delimiter = _csv_layout(path, columns)
     types = ", ".join(f"{sql.sql_string(name)}: 'VARCHAR'" for name in names)
     # Sniffing is off, because the type of a column must not depend on a sample of its rows. An empty cell is missing;
     # an empty cell in quotes is the empty text.
     reader = (
-        f"read_csv({sql.sql_string(path)}, auto_detect = false, header = {str(header).lower()}, "
+        f"read_csv({sql.sql_string(path)}, auto_detect = false, header = {str(columns is None).lower()}, "
         f"delim = {sql.sql_string(delimiter)}, "
         f"quote = '\"', escape = '\"', nullstr = '', allow_quoted_nulls = false, columns = {{{types}}})"
     )
@@ -240,11 +233,11 @@ def _csv_problem(text: str) -> str:
 
 def _line_of(table: TableFile, row: int) -> int | None:
     """Find the line on which a data row starts; slow, for messages only."""
-    names, delimiter, header = _csv_layout(table.path, table.columns)
+    names, delimiter = _csv_layout(table.path, table.columns)
     with _open_text(table.path) as file:
         reader = csv.reader(file, delimiter=delimiter)
-        if header:
-            next(reader)
+        if table.columns is None:
+            next(reader)  # the header
         rows_read = 0
         last_line = reader.line_num
         for record in reader:

@@ -183,7 +183,6 @@ class ImportReport:
 
 
 def count_nodes(nodes: Nodes) -> NodeCounts:
-    """Count a node type that was read into memory."""
     ids = "rows" if nodes.ids.are_rows else "integer" if str(nodes.ids.values().type) == "int64" else "text"
     return NodeCounts(
         count=nodes.count,
@@ -208,7 +207,6 @@ def count_split(split: Tensor | None, code: int) -> int:
 
 
 def count_edges(kind: EdgeType, edges: Edges) -> EdgeCounts:
-    """Count an edge type that was read into memory, as it is stored."""
     dst = edges.dst()
     return EdgeCounts(
         rows=edges.count,

@@ -26,7 +26,7 @@ from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.partition.shard import check_store_digest, partition_errors
 from gnnfleet.io.bundle import Bundle, BundleWriter
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 KIND = "gnnfleet chunks"
 
@@ -83,7 +83,7 @@ def build_chunk_layout(
     if chunks % partitions:
         raise PartitionError(f"{chunks} chunks cannot be divided evenly among {partitions} partitions")
     per_partition = chunks // partitions
-    partition = assign_nodes(graph, partitions, method, balance="edges", progress=progress or NoProgress()).part
+    partition = assign_nodes(graph, partitions, method, balance="edges", progress=progress).part
     chunk = partition * per_partition
     for p in range(partitions if per_partition > 1 else 0):
         members = np.flatnonzero(partition == p)

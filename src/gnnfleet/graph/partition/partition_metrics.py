@@ -60,11 +60,7 @@ class PartitionMetrics:
             "volume": self.volume,
             "volume_max_part": max_halo,
             "replication": self.replication,
-            "balance": {
-                "nodes": imbalance(self.nodes),
-                "edges": imbalance(edges),
-                "train": imbalance(self.train),
-            },
+            "balance": {"nodes": imbalance(self.nodes), "edges": imbalance(edges), "train": imbalance(self.train)},
             "per_part": {
                 "nodes": self.nodes.tolist(),
                 "train": self.train.tolist(),

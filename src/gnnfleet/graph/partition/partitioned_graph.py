@@ -23,13 +23,7 @@ from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.partition_metrics import PartitionMetrics, measure_partition
 from gnnfleet.graph.partition.shard import KIND as PART
-from gnnfleet.graph.partition.shard import (
-    Shard,
-    check_store_digest,
-    edge_data_path,
-    halo_plan_dir,
-    partition_errors,
-)
+from gnnfleet.graph.partition.shard import Shard, check_store_digest, edge_data_path, halo_plan_dir, partition_errors
 from gnnfleet.graph.reorder import cluster_positions
 from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import Bundle, BundleWriter

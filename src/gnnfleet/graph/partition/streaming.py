@@ -105,7 +105,7 @@ def stream(
     small graph is partitioned and refined `ATTEMPTS` times, and the best assignment is returned. Raises PartitionError
     for invalid arguments.
     """
-    weight = _checked_weights(scan, parts, weights, imbalance)
+    weight = _checked_weights(scan, weights, imbalance)
     if parts == 1 or scan.num_nodes == 0:
         return np.zeros(scan.num_nodes, np.int32)
     label = _clusters_for_parts(scan, weight, parts, seed=seed)
@@ -148,7 +148,7 @@ def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Arra
 
 
 def _checked_weights(
-    scan: RepeatableScan, parts: int, weights: npt.NDArray[np.integer] | None, imbalance: float
+    scan: RepeatableScan, weights: npt.NDArray[np.integer] | None, imbalance: float
 ) -> Int32Array | None:
     if imbalance < 0:
         raise PartitionError(f"imbalance is {imbalance}, expected at least 0")

@@ -102,9 +102,10 @@ class LocalView(ViewBase[LocalEdges]):
             node_type: NodeRows(torch.arange(table.count), table.count, graph_degrees(graph, node_type))
             for node_type, table in graph.nodes.items()
         }
-        relations = {
-            edge_type: _relation(edges, graph.nodes[edge_type.src].count) for edge_type, edges in graph.edges.items()
-        }
+        relations = {}
+        for edge_type, edges in graph.edges.items():
+            structure = CSR(edges.indptr, edges.src, graph.nodes[edge_type.src].count)
+            relations[edge_type] = LocalEdges(structure, torch.arange(edges.count), edges.weight, edges.attr)
         return cls(nodes, relations)
 
     @property
@@ -258,11 +259,6 @@ def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loop
         dst = torch.repeat_interleave(torch.arange(low, high), edges.indptr[low : high + 1].diff())
         value = torch.ones(end - first, dtype=torch.float64) if weight is None else weight[first:end].double()
         total.index_add_(0, dst, torch.where(edges.src[first:end] == dst, 0.0, value) if has_loops else value)
-
-
-def _relation(edges: Edges, num_src: int) -> LocalEdges:
-    structure = CSR(edges.indptr, edges.src, num_src)
-    return LocalEdges(structure, torch.arange(edges.count), edges.weight, edges.attr)
 
 
 def _select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:

@@ -47,12 +47,10 @@ class ViewBase(Generic[EdgeStorage]):
     training: bool
 
     def with_step(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
-        """The same edges for another step, layer or mode, without copying."""
         changes = {"key": key, "layer": layer, "training": training}
         return self._with(**{name: value for name, value in changes.items() if value is not None})
 
     def for_type(self, node_type: str) -> Self:
-        """The nodes of one type without edges: counts, ids, dropout and sums of that type."""
         return self._with(nodes={node_type: self.nodes[node_type]}, relations={})
 
     def _with(self, **changes: Any) -> Self:
