@@ -36,7 +36,7 @@ TORCHRUN = {
 
 
 def test_the_launch_env_of_torchrun() -> None:
-    env = LaunchEnv(rank=3, size=4, local_rank=1, host="a", port=29500, external_store=True, attempt=2, agent=True)
+    env = LaunchEnv(rank=3, size=4, host="a", port=29500, external_store=True, attempt=2, agent=True)
     assert LaunchEnv.from_environment(TORCHRUN) == env
     assert LaunchEnv.from_environment({}) is None
     assert LaunchEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == LaunchEnv(rank=0, size=1, host="")

@@ -69,9 +69,9 @@ def run(
         checkpoints=keeper,
         broadcast=lambda message: broadcast_json(world, message),
     )
-    outcome = fit(built.strategy, loop, start=start, best=best)
+    position, rows = fit(built.strategy, loop, start=start, best=best)
     state = {key: t.clone() for tensors in built.strategy.state_dict().values() for key, t in tensors.items()}
-    return state, [row["train_loss"] for row in outcome.rows], outcome.position
+    return state, [row["train_loss"] for row in rows], position
 
 
 def resume_after_stops(world: World, store: str, parts: str | None, strategy: dict[str, Any]) -> list[int]:
@@ -136,8 +136,8 @@ def test_epochs_without_an_evaluation_do_not_use_up_patience(sixth: float, end: 
     """With patience 2, epochs 2 to 5 are not evaluated, so the sixth decides."""
     strategy: Any = ScriptedStrategy([0.5, 0.4, 0.4, 0.4, 0.4, sixth, 0.4, 0.4, 0.4], {2, 3, 4, 5})
     loop = LoopConfig(resolve({"train": {"epochs": 9, "patience": 2}}).train, "accuracy", True)
-    outcome = fit(strategy, loop)
-    assert outcome.position.epoch == end and outcome.stopped_early
+    position, _ = fit(strategy, loop)
+    assert position.epoch == end
 
 
 @pytest.mark.parametrize(("patience", "values", "end"), [
@@ -153,9 +153,8 @@ def test_only_an_evaluation_ends_a_run(patience: int, values: dict[int, float], 
 
     def ends(keeper: Keeper, start: TrainState | None = None) -> TrainState:
         strategy: Any = ScriptedStrategy(metric, set())
-        return fit(
-            strategy, LoopConfig(train, "accuracy", True, checkpoints=keeper), start=start, best={"model": {}}
-        ).position
+        loop = LoopConfig(train, "accuracy", True, checkpoints=keeper)
+        return fit(strategy, loop, start=start, best={"model": {}})[0]
 
     uninterrupted = ends(Keeper())
     assert uninterrupted.epoch == end

@@ -194,14 +194,10 @@ def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
     return config.spec.chosen(load_rank_local(checkpoint, 0)[RANK_LOCAL])
 
 
-def _open_run(path: Path) -> RunDirectory:
-    """A run directory with the seed of its run, which checkpoints are compared with."""
-    return RunDirectory(path, seed=RunDirectory(path).config().seed)
-
-
 def _largest_difference(run: Path, reference: Path) -> float:
     """The largest relative difference of weights after the last epoch."""
-    checkpoints = [_open_run(path).load_weights("last") for path in (run, reference)]
+    seed = RunDirectory(run).config().seed
+    checkpoints = [RunDirectory(path, seed=seed).load_weights("last") for path in (run, reference)]
     weights, expected = (checkpoint[0]["model"] for checkpoint in checkpoints if checkpoint is not None)
     largest = 0.0
     for name, tensor in expected.items():

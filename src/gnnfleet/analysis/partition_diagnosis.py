@@ -249,10 +249,8 @@ class _GlobalStats:
 
     def label_divergence(self, node_ids: Mapping[str, Tensor]) -> float | None:
         kind = self.graph.labelled_type
-        if kind is None or self.labels is None:
-            return None
-        frequencies = _frequencies(self.graph, kind, node_ids[kind])
-        if frequencies is None:
+        frequencies = None if kind is None else _frequencies(self.graph, kind, node_ids[kind])
+        if kind is None or frequencies is None or self.labels is None:
             return None
         differences = (frequencies - self.labels).abs()
         if not self.graph.nodes[kind].multilabel:

@@ -19,8 +19,7 @@ from gnnfleet.report.remarks import print_note
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gnnfleet.analysis.compare import EqualityCheck
-    from gnnfleet.report.run_reader import Run
+    from gnnfleet.analysis.compare import Comparison, EqualityCheck
 
 COMPARE_EXAMPLES = """\
 gnnfleet compare shop/ --strategies local,sar,macrobatch,tma,pipe --workers 2 --set train.epochs=30
@@ -53,8 +52,7 @@ def compare(
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier comparison.")] = False,
     check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Compare each strategy with local in two extra epochs."),
+        bool, typer.Option("--check/--no-check", help="Compare each strategy with local in two extra epochs.")
     ] = True,
     as_json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
@@ -94,10 +92,8 @@ def compare(
     with make_progress(quiet) as progress:
         trained = train_all(comparison, progress=progress, say=partial(print_note, quiet=quiet))
         checks = check_all(comparison, trained, progress=progress) if check else {}
-    runs = read_all({name: comparison.run_dir(name) for name in trained})
     title = f"{', '.join(trained)} on {store.resolve().name}"
-    write_page(output / PAGE, runs, title=title, checks=checks)
-    show_runs(runs, checks, output / PAGE, as_json=as_json, quiet=quiet)
+    show_comparison(comparison, trained, checks, output / PAGE, title=title, as_json=as_json, quiet=quiet)
 
 
 def prepare_folder(folder: Path, *, overwrite: bool, extra: Sequence[str] = ()) -> None:
@@ -122,38 +118,30 @@ def prepare_folder(folder: Path, *, overwrite: bool, extra: Sequence[str] = ()) 
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}: choose another --output") from error
 
 
-def read_all(run_dirs: Mapping[str, Path]) -> list[Run]:
-    from gnnfleet.report.run_reader import read_run
-
-    return [read_run(path, name) for name, path in run_dirs.items()]
-
-
-def write_page(
-    path: Path,
-    runs: Sequence[Run],
+def show_comparison(
+    comparison: Comparison,
+    trained: Sequence[str],
+    checks: Mapping[str, EqualityCheck],
+    page: Path,
     *,
     title: str,
-    checks: Mapping[str, EqualityCheck],
     partitions: Sequence[Mapping[str, Any]] = (),
+    as_json: bool,
+    quiet: bool,
 ) -> None:
+    """Write the page of the trained runs; print their table, or its content as one JSON object."""
     from gnnfleet.io.atomic import write_atomically
     from gnnfleet.report.page import page_data, render_page
+    from gnnfleet.report.run_reader import read_run, summarize
 
+    runs = [read_run(comparison.run_dir(name), name) for name in trained]
     equals = {name: str(check) for name, check in checks.items() if name != "local"}
-    write_atomically(path, render_page(page_data(runs, title=title, equals=equals, partitions=partitions)).encode())
-
-
-def show_runs(
-    runs: Sequence[Run], checks: Mapping[str, EqualityCheck], page: Path, *, as_json: bool, quiet: bool
-) -> None:
-    from gnnfleet.report.run_reader import summarize
-
+    write_atomically(page, render_page(page_data(runs, title=title, equals=equals, partitions=partitions)).encode())
     results = []
     for run in runs:
         name, check = run["name"], checks.get(run["name"])
         results.append({"run": name, "strategy": run["strategy"], "workers": run["workers"], **summarize(run)})
         results[-1] |= {} if check is None else check.as_json()
-    equals = {name: "" if name == "local" else str(check) for name, check in checks.items()}
-    human = [summary_table(list(runs), equals if checks else None)]
+    human = [summary_table(runs, {"local": "", **equals} if checks else None)]
     print_result({"page": str(page), "runs": results}, as_json=as_json, human=human)
     print_note(f"report page: {page}", quiet=quiet or as_json)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.compare import PAGE, RUNS, prepare_folder, read_all, show_runs, write_page
+from gnnfleet.cli.compare import PAGE, RUNS, prepare_folder, show_comparison
 from gnnfleet.cli.options import JsonFlag, QuietFlag, parse_settings
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.report.remarks import print_note
@@ -85,10 +85,9 @@ def demo(
             events = _event_comparison(comparison, output / "events")
             trained += train_all(events, progress=progress, say=say)
             checks |= check_all(events, events.strategies, progress=progress)
-    trained_runs = read_all({name: comparison.run_dir(name) for name in trained})
     title = f"gnnfleet demo: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges, {workers} workers"
-    write_page(output / PAGE, trained_runs, title=title, checks=checks, partitions=partitions)
-    show_runs(trained_runs, checks, output / PAGE, as_json=as_json, quiet=quiet)
+    page = output / PAGE
+    show_comparison(comparison, trained, checks, page, title=title, partitions=partitions, as_json=as_json, quiet=quiet)
     took = time.monotonic() - started
     print_note(
         f"finished in {took / 60:.1f} minutes; to inspect the graph: gnnfleet info {store}", quiet=quiet or as_json

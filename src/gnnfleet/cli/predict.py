@@ -15,8 +15,7 @@ from gnnfleet.cli.output import print_result
 def predict(
     run: options.RunArgument,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Output file: Parquet, or CSV if it ends in .csv."),
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Output file: Parquet, or CSV if it ends in .csv.")
     ],
     logits: Annotated[bool, typer.Option("--logits", help="Add a column of logits.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Add a column of embeddings.")] = False,
@@ -64,8 +63,6 @@ def predict(
         workers=workers,
         quiet=quiet,
         show=lambda answer: print_result(
-            {**answer, "output": str(output)},
-            as_json=as_json,
-            human=[f"{answer['rows']:,} rows written to {output}"],
+            {**answer, "output": str(output)}, as_json=as_json, human=[f"{answer['rows']:,} rows written to {output}"]
         ),
     )

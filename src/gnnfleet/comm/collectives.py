@@ -135,9 +135,8 @@ def all_gather_counts(world: World, count: int) -> list[int]:
 
 def all_gather_numbers(world: World, values: Sequence[float]) -> list[list[float]]:
     """Collective. The values of every rank, by rank, as many on each; in float64, so integers must be below 2^53."""
-    rows: list[list[float]] = torch.cat(
-        all_gather_rows(world, torch.tensor([list(values)], dtype=torch.float64))
-    ).tolist()
+    row = torch.tensor([list(values)], dtype=torch.float64)
+    rows: list[list[float]] = torch.cat(all_gather_rows(world, row)).tolist()
     return rows
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from gnnfleet.comm.collectives import broadcast_json
 from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Rendezvous
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
@@ -25,7 +24,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference.predict import check_output, write_predictions, write_scores
 from gnnfleet.inference.predict_events import write_event_scores
 from gnnfleet.launch.local_launcher import launch
-from gnnfleet.launch.rank_main import open_own_part, run_rank
+from gnnfleet.launch.rank_main import open_same_store, run_rank, with_placement
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.torchrun import broadcast_spec
 from gnnfleet.nn.custom_model import annotate_model_errors
@@ -92,8 +91,6 @@ def run_query_as_rank(
 
     The first rank opens the store and calls ``show``. The others find store and run under the same paths.
     """
-    if env.agent:
-        die_with_parent()
 
     def work(world: World, rendezvous: Rendezvous) -> None:
         def prepare() -> RunSpec:
@@ -120,9 +117,10 @@ def run_query_spec(spec: RunSpec, world: World) -> dict[str, Any]:
     directory = RunDirectory(Path(query.run), seed=config.seed)
     with annotate_model_errors(config.model.file):
         with make_progress(spec.quiet or not world.is_first) as progress:
-            graph, shard = open_own_part(spec, world)
+            graph, part = open_same_store(spec, world), Path(spec.store) / spec.partition
             output = OutputSchema.from_json(spec.output) if spec.output is not None else None
-            built = _build(graph, config, output, RankContext(world, shard, progress), query.split)
+            context = with_placement(RankContext(world, progress=progress), config, part)
+            built = _build(graph, config, output, context, query.split)
         uncounted = world.uncounted()
         state, position, name = _weights(directory, query.checkpoint) if world.is_first else ({}, TrainState(), "")
         message = broadcast_json(uncounted, {"position": asdict(position), "name": name})

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.heartbeat import FailureDetector, HeartbeatConfig
 from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import end_soon_after_signals, exit_process, interrupt_code
+from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, exit_process, interrupt_code
 from gnnfleet.comm.rendezvous import Rendezvous, rendezvous
 from gnnfleet.comm.world import World, init_world
 from gnnfleet.config.resolve import resolve
@@ -24,7 +24,6 @@ from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT, RunConfig
 from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
-from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.store import open_store
 from gnnfleet.graph.validate import open_validated_part
 from gnnfleet.launch.spec import RunSpec
@@ -75,13 +74,6 @@ def with_placement(context: RankContext, config: RunConfig, placement: Path | No
     return replace(context, shard=open_validated_part(placement, context.world.rank))
 
 
-def open_own_part(spec: RunSpec, world: World) -> tuple[Graph, Shard]:
-    """Open the store of a spec and this rank's part of it."""
-    graph = open_same_store(spec, world)
-    assert graph.store is not None
-    return graph, open_validated_part(graph.store.path / spec.partition, world.rank)
-
-
 def open_same_store(spec: RunSpec, world: World, *, store: Path | None = None) -> Graph:
     """Open the store of a spec; raises StoreError if it differs from the store on rank 0."""
     graph = open_store(store or Path(spec.store))
@@ -104,6 +96,8 @@ def run_rank(
 
     With ``print_errors`` a failure is printed. Otherwise the launcher reads it from the error file of torchrun.
     """
+    if env.agent:
+        die_with_parent()
 
     def report(failure: Failure) -> None:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -21,9 +21,8 @@ METRICS = ("accuracy", "roc_auc", "micro_f1")
 class MetricState:
     """Partial metric. ``counts`` add up; ``score`` and ``truth`` [n, K] are concatenated (ROC-AUC only)."""
 
-    counts: (
-        Tensor  # [3] float64; accuracy: correct, rows, 0; micro-F1: true positives, false positives, false negatives
-    )
+    # [3] float64; accuracy: correct, rows, 0; micro-F1: true positives, false positives, false negatives
+    counts: Tensor
     score: Tensor | None = None
     truth: Tensor | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -11,28 +12,14 @@ from torch.nn import functional
 
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.conv import (
-    GATConv,
-    GATv2Conv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GINConv,
-    ResPlusBlock,
-    RGCNConv,
-    SAGEConv,
-)
+from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv, SAGEConv
 from gnnfleet.nn.mlp import MLP
 from gnnfleet.nn.norm import make_norm
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation that works in place."""
-    return torch.relu_ if name == "relu" else _elu
-
-
-def _elu(x: Tensor) -> Tensor:
-    return functional.elu(x, inplace=True)
+    return torch.relu_ if name == "relu" else partial(functional.elu, inplace=True)
 
 
 def make_layers(

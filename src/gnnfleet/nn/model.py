@@ -85,11 +85,7 @@ class GNN(Model):
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
     def _add_embedding(
-        self,
-        kind: str,
-        num_features: int,
-        num_nodes: Mapping[str, int] | None,
-        owned_ids: Mapping[str, Tensor] | None,
+        self, kind: str, num_features: int, num_nodes: Mapping[str, int] | None, owned_ids: Mapping[str, Tensor] | None
     ) -> int:
         """Create the embedding table of a node type if it needs one; return its width."""
         width = self.config.embedding or (0 if num_features else self.config.hidden)

@@ -24,12 +24,7 @@ REDUCES = ("sum", "mean", "max")
 
 
 def aggregate(
-    structure: CSR,
-    x: Tensor,
-    *,
-    reduce: str = "sum",
-    weight: Tensor | None = None,
-    ties: Tensor | None = None,
+    structure: CSR, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, ties: Tensor | None = None
 ) -> Tensor:
     """[R, F]: for each row the sum, mean or maximum of ``weight[e] * x[col[e]]``; 0 for rows without edges.
 
@@ -169,25 +164,28 @@ class MaxState:
     winner: Tensor  # [R, F] int64: ``ties`` of the edge, −1 without edges
 
 
-def update_max(
-    state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None = None, rows: Tensor | None = None
-) -> None:
-    """Add edges in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, distinct).
-
-    Blocks may come in any order if ``ties`` numbers the edges of all blocks; by default it numbers those of one.
-    """
-    _max(state, structure, x, ties=ties, rows=rows, merge=True)
-
-
 def max_rows(structure: CSR, x: Tensor, *, ties: Tensor | None = None) -> MaxState:
     """The maxima of the edges of a structure; without edges the initial state for ``update_max``."""
     shape = (structure.num_rows, x.shape[1])
     state = MaxState(empty_buffer(shape, accumulate_dtype(x.dtype)), empty_buffer(shape, torch.int64))
-    _max(state, structure, x, ties=ties, rows=None, merge=False)
+    update_max(state, structure, x, ties=ties, merge=False)
     return state
 
 
-def _max(state: MaxState, structure: CSR, x: Tensor, *, ties: Tensor | None, rows: Tensor | None, merge: bool) -> None:
+def update_max(
+    state: MaxState,
+    structure: CSR,
+    x: Tensor,
+    *,
+    ties: Tensor | None = None,
+    rows: Tensor | None = None,
+    merge: bool = True,
+) -> None:
+    """Add edges in place: row i of the structure is row ``rows[i]`` of the state ([R] int32, distinct).
+
+    Blocks may come in any order if ``ties`` numbers the edges of all blocks; by default it numbers those of one.
+    Without ``merge`` the state is overwritten.
+    """
     _native.aggregate_max(
         structure.indptr,
         structure.col,

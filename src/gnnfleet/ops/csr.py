@@ -60,10 +60,8 @@ class CSR:
         """(the same edges by column, [E] int64 the position here of each edge there)."""
         if self.num_edges <= _SINGLE_THREAD_EDGES or num_threads() == 1:
             indptr = torch.empty(self.num_cols + 1, dtype=torch.int64)
-            row, order = (
-                torch.empty(self.num_edges, dtype=self.col.dtype),
-                torch.empty(self.num_edges, dtype=torch.int64),
-            )
+            row = torch.empty(self.num_edges, dtype=self.col.dtype)
+            order = torch.empty(self.num_edges, dtype=torch.int64)
             _native.transpose(self.indptr.contiguous(), self.col.contiguous(), indptr, row, order)
             return CSR(indptr, row, self.num_rows), order
         indptr, order = counting_sort(self.col, self.num_cols)

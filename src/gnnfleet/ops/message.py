@@ -79,9 +79,7 @@ class MessageChunk:
 
     @property
     def count(self) -> int:
-        stop, start = self.edges.stop, self.edges.start
-        assert isinstance(stop, int) and isinstance(start, int)
-        return stop - start
+        return len(self.row)
 
 
 def message_chunks(block: MessageBlock) -> Iterator[MessageChunk]:

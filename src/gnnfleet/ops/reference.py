@@ -13,12 +13,7 @@ from gnnfleet.ops.dropout import dropout_mask
 
 
 def aggregate(
-    structure: CSR,
-    x: Tensor,
-    *,
-    reduce: str = "sum",
-    weight: Tensor | None = None,
-    ties: Tensor | None = None,
+    structure: CSR, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, ties: Tensor | None = None
 ) -> Tensor:
     """See ``aggregate.aggregate``; any device, gradients by autograd."""
     rows, cols = structure.row.long(), structure.col.long()

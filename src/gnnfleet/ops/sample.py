@@ -29,13 +29,7 @@ class Fanout:
 
 
 def sample(
-    edges: CSR,
-    seeds: Tensor,
-    fanout: Fanout,
-    *,
-    draws: Draws,
-    weight: Tensor | None = None,
-    ids: Tensor | None = None,
+    edges: CSR, seeds: Tensor, fanout: Fanout, *, draws: Draws, weight: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(offsets [S + 1], positions [E] of edges, ascending within a seed), both int64; seeds are [S] int64 rows.
 

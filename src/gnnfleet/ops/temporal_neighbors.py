@@ -100,14 +100,7 @@ class TemporalNeighbors:
         return out
 
     def sample_uniform(
-        self,
-        nodes: Tensor,
-        times: Tensor,
-        k: int,
-        key: DrawKey,
-        *,
-        hop: int = 0,
-        visible: int | Tensor | None = None,
+        self, nodes: Tensor, times: Tensor, k: int, key: DrawKey, *, hop: int = 0, visible: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As ``latest``, but k drawn uniformly without replacement from all before ``times``; latest first.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,40 +15,17 @@ from rich.progress import Progress as RichProgress
 LINE_INTERVAL = 3.0
 
 
-class EpochDisplay:
-    """Takes the row of every epoch; this one shows nothing, the default of library calls."""
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        return None
-
-
-class _PlainEpochs(EpochDisplay):
-    def __init__(self, total: int) -> None:
-        self._total, self._last = total, 0.0
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        if now - self._last >= LINE_INTERVAL or row["epoch"] == self._total:
-            self._last = now
-            print(f"epoch {row['epoch']}/{self._total}  {format_epoch(row)}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-class _LiveEpochs(EpochDisplay):
-    def __init__(self, display: RichProgress, total: int) -> None:
-        self._display = display
-        self._task = display.add_task("train", total=total, metrics="")
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        self._display.update(self._task, completed=row["epoch"], metrics=format_epoch(row))
+OnEpoch = Callable[[Mapping[str, Any]], None]
+"""Takes the row of every epoch."""
 
 
 @contextmanager
-def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
+def show_epochs(total: int, *, quiet: bool = False) -> Iterator[OnEpoch]:
     """A display that suits standard error: live on a terminal, plain lines elsewhere."""
     if quiet:
-        yield EpochDisplay()
+        yield lambda row: None
     elif not sys.stderr.isatty():
-        yield _PlainEpochs(total)
+        yield _plain_display(total)
     else:
         columns = (
             TextColumn("{task.description}"),
@@ -59,7 +36,21 @@ def show_epochs(total: int, *, quiet: bool = False) -> Iterator[EpochDisplay]:
             TextColumn("{task.fields[metrics]}"),
         )
         with RichProgress(*columns, console=Console(stderr=True)) as display:
-            yield _LiveEpochs(display, total)
+            task = display.add_task("train", total=total, metrics="")
+            yield lambda row: display.update(task, completed=row["epoch"], metrics=format_epoch(row))
+
+
+def _plain_display(total: int) -> OnEpoch:
+    last = 0.0
+
+    def show(row: Mapping[str, Any]) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LINE_INTERVAL or row["epoch"] == total:
+            last = now
+            print(f"epoch {row['epoch']}/{total}  {format_epoch(row)}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return show
 
 
 def format_epoch(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.comm.rendezvous import Rendezvous
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import named_group, resolve
@@ -38,8 +37,6 @@ def train_as_rank(
     show: Callable[[RunRecord, RunConfig], None],
 ) -> NoReturn:
     """Train as one of several ranks and end the process; the first rank calls ``show`` with the record."""
-    if env.agent:
-        die_with_parent()
 
     def work(world: World, rendezvous: Rendezvous) -> None:
         with ExitStack() as stack:

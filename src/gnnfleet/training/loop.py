@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gnnfleet.errors import RunError
-from gnnfleet.report.epochs import EpochDisplay
+from gnnfleet.report.epochs import OnEpoch
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
 from gnnfleet.tasks.train_options import TrainConfig
@@ -35,18 +35,9 @@ class LoopConfig:
     validates: bool  # there are val nodes
     checkpoints: CheckpointSink = field(default_factory=CheckpointSink)
     sinks: Sequence[MetricsSink] = ()
-    display: EpochDisplay = field(default_factory=EpochDisplay)
+    display: OnEpoch = lambda row: None
     broadcast: BroadcastFromFirst = lambda message: message
     profiler: PhaseProfiler = field(default_factory=PhaseProfiler)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """End of a run. The strategy then holds the weights of ``position.best_epoch``."""
-
-    position: TrainState
-    rows: list[dict[str, Any]]  # of the epochs run in this call
-    stopped_early: bool
 
 
 class _BestWeights:
@@ -119,8 +110,11 @@ _CHECKS_PER_CHECKPOINT = 4
 
 def fit(
     strategy: Strategy, config: LoopConfig, *, start: TrainState | None = None, best: State | None = None
-) -> Outcome:
-    """Train from ``start``; ends with the best weights loaded. Raises RunError if the loss is not finite."""
+) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Train from ``start``; returns the final position and the rows of metrics of the epochs run in this call.
+
+    The strategy then holds the weights of ``position.best_epoch``. Raises RunError if the loss is not finite.
+    """
     position = start or TrainState()
     best_weights = _BestWeights(best)
     rows: list[dict[str, Any]] = []
@@ -142,7 +136,7 @@ def fit(
         rows.append(row)
         for sink in config.sinks:
             sink.write(row)
-        config.display.show(row)
+        config.display(row)
         if decision["report"]:
             config.profiler.report()
         if decision["save"]:
@@ -154,7 +148,7 @@ def fit(
         strategy.load_state_dict(best_weights.state)
     if not config.validates:
         position = replace(position, best_epoch=position.epoch)
-    return Outcome(position, rows, stopped_early=position.epoch < config.train.epochs)
+    return position, rows
 
 
 def _run_epoch(

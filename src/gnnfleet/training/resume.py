@@ -38,8 +38,7 @@ def find_resume_point(
     last, has_last = directory.checkpoint("last"), start.state is not None
     has_local = has_last and has_rank_local(last, world.size)
     summary = broadcast_json(
-        world,
-        {"position": asdict(start.progress), "last": has_last, "best": bool(start.best), "rank_local": has_local},
+        world, {"position": asdict(start.progress), "last": has_last, "best": bool(start.best), "rank_local": has_local}
     )
     if not summary["last"]:
         return start

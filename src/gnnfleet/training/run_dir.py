@@ -241,12 +241,12 @@ def choose_directory(run_dir: Path | None, *, resume: bool, store: str, model: s
         return RunDirectory(last.resolve() if resume else new_directory(Path("runs"), store, model))
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file: choose another --run-dir")
-    if not resume and run_dir.is_dir() and any(run_dir.iterdir()):
+    directory, files = RunDirectory(run_dir), list(run_dir.iterdir()) if run_dir.is_dir() else []
+    if files and not resume:
         raise ConfigError(f"{run_dir} is not empty: pass --resume to continue it, or choose another --run-dir")
-    if resume and run_dir.is_dir() and any(run_dir.iterdir()):
-        expected = {"config.json", "checkpoints", "tensorboard", MODEL_COPY}
-        expected |= {"metrics.jsonl", "ranks.jsonl", "ranks.json", "parts.json", "remarks.jsonl", "record.json"}
-        foreign = [p.name for p in run_dir.iterdir() if p.name not in expected and not p.name.startswith(".")]
-        if foreign and not (run_dir / "config.json").is_file():
-            raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")
-    return RunDirectory(run_dir)
+    expected = {"checkpoints", "tensorboard", MODEL_COPY}
+    expected |= {"metrics.jsonl", "ranks.jsonl", "ranks.json", "parts.json", "remarks.jsonl", "record.json"}
+    foreign = [file.name for file in files if file.name not in expected and not file.name.startswith(".")]
+    if foreign and not directory.is_initialized:
+        raise ConfigError(f"{run_dir} is not a run (it has {foreign[0]}): choose another --run-dir")
+    return directory

@@ -23,8 +23,8 @@ from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.training.build import BuiltRun
-from gnnfleet.training.checkpoint import CheckpointSink
-from gnnfleet.training.loop import LoopConfig, Outcome, fit
+from gnnfleet.training.checkpoint import CheckpointSink, TrainState
+from gnnfleet.training.loop import LoopConfig, fit
 from gnnfleet.training.phase_profiler import PhaseProfiler, RankProfiler
 from gnnfleet.training.resume import ResumePoint
 from gnnfleet.training.run_dir import RunDirectory
@@ -42,7 +42,7 @@ def run_session(
     traces = config.report.trace and directory is not None
     built.world.clock.spans = [] if traces else None
     with _open_profiler(built, directory, start) as profiler:
-        outcome, rows = _fit(built, config, directory, start, profiler, quiet=quiet or not uncounted.is_first)
+        position, rows = _fit(built, config, directory, start, profiler, quiet=quiet or not uncounted.is_first)
         pages = built.strategy.artifacts()
         other_metrics = {split: _evaluate(built, split) for split in ("val", "test")}
         scores = {split: metrics.pop(built.task.metric) for split, metrics in other_metrics.items()}
@@ -53,14 +53,14 @@ def run_session(
         workers=config.workers,
         model=config.model.label,
         seed=config.seed,
-        epochs=outcome.position.epoch,
-        steps=outcome.position.step,
+        epochs=position.epoch,
+        steps=position.step,
         seconds_per_epoch=[row["seconds"] for row in rows],
         metrics={
             "train_loss": rows[-1]["train_loss"] if rows else None,
             **scores,
             "name": built.task.metric,
-            "best_epoch": outcome.position.best_epoch,
+            "best_epoch": position.best_epoch,
             **({"beside": other_metrics} if any(other_metrics.values()) else {}),
         },
         traffic=traffic,
@@ -101,8 +101,8 @@ def _fit(
     profiler: PhaseProfiler,
     *,
     quiet: bool,
-) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Run the training loop; returns its outcome and the metrics of all epochs of the run."""
+) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Run the training loop; returns the final position and the metrics of all epochs of the run."""
     sinks: list[MetricsSink] = []
     earlier: list[dict[str, Any]] = []
     uncounted = built.world.uncounted()
@@ -125,8 +125,8 @@ def _fit(
             broadcast=lambda message: broadcast_json(uncounted, message),
             profiler=profiler,
         )
-        outcome = fit(built.strategy, loop, start=start.progress, best=start.best)
-    return outcome, [*earlier, *outcome.rows]
+        position, rows = fit(built.strategy, loop, start=start.progress, best=start.best)
+    return position, [*earlier, *rows]
 
 
 def _model_collapsed(built: BuiltRun, config: RunConfig, rows: list[dict[str, Any]]) -> str | None:

@@ -49,11 +49,10 @@ class GATv2Conv(AttentionConv):
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
         left = apply_linear(self.lin_l, x)
         src = to_float32(left)
-        dst = (
-            first_rows(src, view.num_dst)
-            if self.share_weights
-            else to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
-        )
+        if self.share_weights:
+            dst = first_rows(src, view.num_dst)
+        else:
+            dst = to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
         attr = self._edge_rows(edge_attr, src.dtype)
         out = view.attend(
             left,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -54,21 +53,6 @@ class RGCNConv(torch.nn.Module):
                 glorot_(matrix)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
-
-    @overload
-    def forward(
-        self, view: GraphView, x: Tensor, *, only: str | None = None, aggregated: RelationRows | None = None
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        view: GraphView,
-        x: Mapping[str, Tensor],
-        *,
-        only: str | None = None,
-        aggregated: RelationRows | None = None,
-    ) -> dict[str, Tensor]: ...
 
     def forward(
         self,
