@@ -14,7 +14,7 @@ from torch import Tensor
 from gnnfleet.comm.halo_exchange import RingExchange, RowTable
 from gnnfleet.ops.aggregate import aggregate
 from gnnfleet.ops.csr import CSR, counting_sort
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import edge_rows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 
@@ -43,13 +43,12 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         rank = ctx.ring.world.rank
-        returns_to_owners = GradAccumulator(rank, [(ctx.plan, grad)])
 
         def use_rows(q: int, rows: list[Tensor]) -> list[Tensor]:
             return [(grad[: ctx.rows] if q == rank else grad[ctx.starts[q]]).contiguous()]
 
-        ctx.ring.run([], use_rows, returns=returns_to_owners.returns, on_returns=returns_to_owners.add)
-        return None, None, returns_to_owners.totals[0]
+        (total,) = exchange_grads(ctx.ring, [(ctx.plan, grad)], [], use_rows, op="rows")
+        return None, None, total
 
 
 class ClassicalView(RingView):

@@ -7,15 +7,15 @@ import pytest
 from gnnfleet.config.renamed import RENAMED, RENAMED_VALUES
 from gnnfleet.config.resolve import resolve
 from gnnfleet.errors import ConfigError
-from gnnfleet.strategies.registry import find_config
+from gnnfleet.strategies.registry import find_spec
 
 
 @pytest.mark.parametrize(
     ("strategy", "old", "new"), [(name, *pair) for name, pairs in RENAMED.items() for pair in pairs.items()]
 )
 def test_an_old_name_is_refused_with_the_new_one(strategy: str, old: str, new: str) -> None:
-    assert old not in find_config(strategy).model_fields
-    assert new in find_config(strategy).model_fields
+    assert old not in find_spec(strategy).config.model_fields
+    assert new in find_spec(strategy).config.model_fields
     with pytest.raises(ConfigError, match=rf"'strategy\.{old}': it is called strategy\.{new} since"):
         resolve({"strategy": {"name": strategy, old: 1}, "workers": 2})
 

@@ -412,7 +412,7 @@ def train_with_host_cache(world: World, store: str, parts: str, hosts: list[list
         strategy: Any = build(open_store(store), config, context=context).strategy
         losses = [record.loss for epoch in range(2) for record in strategy.train_epoch(epoch)]
         stats, host_cache = strategy.stats, strategy.fetcher.host_cache
-        slots = 0 if host_cache is None else sum(slot.cache.capacity for slot in host_cache.slots.values())
+        slots = 0 if host_cache is None else sum(cache.capacity for cache in host_cache.caches.values())
         outcomes.append((losses, stats.rows_requested, stats.hits, stats.fetched_bytes, slots))
     return outcomes
 

@@ -115,7 +115,7 @@ class Plain:
 
     def loss(self, low: int, high: int, epoch: int) -> Tensor:
         self.begin, total = low, torch.zeros((), dtype=torch.float64)
-        negatives = self.task.sample_negatives(low, high, sweep=epoch)
+        negatives = self.task.sample_negatives(torch.arange(low, high), sweep=epoch)
         for number in range(low, high):
             u, v, t = (int(column[number]) for column in (self.stream.src, self.stream.dst, self.stream.t))
             for node, truth in [(v, 1.0), *((int(other), 0.0) for other in negatives[number - low])]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -174,16 +175,16 @@ def follow_schedule(sizes: Sizes, sweeps: int) -> dict[str, Any]:
             if plan.batch is None:
                 continue
             if plan.is_first:
-                rows_read[rank] = memories[plan.memory_copy].copy()
+                rows_read[rank] = deepcopy(memories[plan.memory_copy])
             low, high = bounds[plan.batch], bounds[plan.batch + 1]
             batch: EventBatch = strategy._builder.batch(
-                low, high, task.sample_negatives(low, high, sweep=plan.pass_number)
+                low, high, task.sample_negatives(torch.arange(low, high), sweep=plan.pass_number)
             )
             updated, update = update_memory(model, task.stream, batch, rows_read[rank].read(batch.block.nodes))
             if plan.is_first and update is not None:
                 memories[plan.memory_copy].write(update)
             z = embed(model, batch, updated, None, DrawKey(0, plan.pass_number, 0))
-            loss, events = task.loss(model, z, low, high, batch.pairs)
+            loss, events = task.loss(model, z, torch.arange(low, high), batch.pairs)
             total, count = total + loss, count + events
         optimizer.zero_grad()
         (total / count).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
@@ -112,7 +113,8 @@ def test_training_negatives_are_no_later_destinations() -> None:
 
     task, changed = with_destinations(stream.dst).task, with_destinations(torch.cat([early, later])).task
     negatives, changed_negatives = (
-        torch.cat([task.sample_negatives(0, train, sweep=sweep) for sweep in range(9)]) for task in (task, changed)
+        torch.cat([task.sample_negatives(torch.arange(0, train), sweep=sweep) for sweep in range(9)])
+        for task in (task, changed)
     )
     assert torch.equal(negatives, changed_negatives) and torch.equal(torch.unique(negatives), torch.unique(early))
     assert bool((changed.negatives.for_evaluation(torch.arange(train), early, count=3) == new).any())
@@ -143,7 +145,7 @@ def test_attention_may_read_sampled_events() -> None:
         build_strategy(events(), settings),
         build_strategy(events()),
     )
-    negatives = first.task.sample_negatives(150, 170, sweep=0)
+    negatives = first.task.sample_negatives(torch.arange(150, 170), sweep=0)
     hops = [first._builder.batch(150, 170, negatives, sweep=sweep).block.hops[0] for sweep in (0, 0, 1)]
     assert torch.equal(hops[0].edge, hops[1].edge) and not torch.equal(hops[0].edge, hops[2].edge)
     newest = latest._builder.batch(150, 170, negatives).block.hops[0]
@@ -323,7 +325,7 @@ def test_batches_end_before_too_many_updates_are_lost() -> None:
     bounds = list(strategy.scheduler.bounds)
     assert bounds == train.bounded_loss_batches(0.5, max_size=40) and len(bounds) > len(plain.scheduler.bounds)
     assert [record.count for record in strategy.train_epoch(0)] == [high - low for low, high in pairwise(bounds)]
-    trained = strategy.scheduler.shared.memory.copy()
+    trained = deepcopy(strategy.scheduler.shared.memory)
     copy = build_strategy(graph, settings)
     copy.model.load_state_dict(strategy.model.state_dict())
     replayed = copy._memory_after(len(train))
@@ -358,13 +360,15 @@ def test_static_rows_depend_on_training_events_only() -> None:
 
 def test_queries_per_batch_query_each_node_once() -> None:
     strategy = build_strategy(events(), {"strategy": {"queries": "batch"}})
-    batch = strategy._builder.batch(100, 120, strategy.task.sample_negatives(100, 120, sweep=0))
+    batch = strategy._builder.batch(100, 120, strategy.task.sample_negatives(torch.arange(100, 120), sweep=0))
     hop = batch.block.hops[0]
     assert batch.query_index is not None and len(torch.unique(hop.query)) == len(hop.query) == len(
         batch.block.hops[-1].query
     )
     assert int(hop.edge[hop.neighbors >= 0].max()) < 100
-    after = strategy._builder.batch(120, 140, strategy.task.sample_negatives(120, 140, sweep=0)).block.hops[0]
+    after = strategy._builder.batch(
+        120, 140, strategy.task.sample_negatives(torch.arange(120, 140), sweep=0)
+    ).block.hops[0]
     assert not torch.isin(hop.ids, after.ids).any(), "every batch has its own dropout"
     assert all(record.loss > 0 for record in strategy.train_epoch(0))
 
@@ -388,7 +392,7 @@ def test_memory_stores_the_events_it_comes_from() -> None:
     memory.write(MemoryUpdate(ids[:1], torch.full((1, 2), 3.0), torch.zeros(1, 4), torch.tensor([9])))
     rows = memory.read(torch.tensor([0, 1, 2]))
     assert rows.mail_event.tolist() == [6, -1, 9] and rows.memory_event.tolist() == [-1, -1, 5]
-    copy = memory.copy()
+    copy = deepcopy(memory)
     memory.reset()
     assert not memory.tables["memory"].any() and bool((memory.tables["mail_event"] == -1).all())
     assert copy.tables["memory"][2].tolist() == [3.0, 3.0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnnfleet.comm.message_store import MessageStore
-from gnnfleet.strategies.tma.protocol import PublishedRun, RoundStart, RunMessages, RunState, TrainerUpdate
+from gnnfleet.strategies.tma.protocol import RoundStart, RunMessages, RunState, TrainerUpdate
 
 STATE = RunState(2, 7)
 
@@ -88,8 +88,8 @@ def test_states_and_notices_are_read_as_written(messages: RunMessages) -> None:
 @pytest.mark.parametrize("source", [b"", b"model = 1"])
 def test_a_run_is_published_with_its_model_file(messages: RunMessages, source: bytes) -> None:
     assert messages.read_run() is None
-    messages.publish_run(PublishedRun("{}", source))
-    assert messages.read_run() == PublishedRun("{}", source)
+    messages.publish_run("{}", source)
+    assert messages.read_run() == ("{}", source)
 
 
 def test_heartbeats_of_roles_are_counted_separately(messages: RunMessages) -> None:

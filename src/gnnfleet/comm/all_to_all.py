@@ -106,3 +106,22 @@ class ByteBuffer:
         values = self._message[self._position : self._position + nbytes].view(dtype)
         self._position += nbytes + -nbytes % 8
         return values if width is None else values.view(count, width)
+
+
+def all_to_all_lists(
+    world: World, lists: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, what: str
+) -> list[list[Tensor]]:
+    """Collective. The lists of all ranks for this one, by rank; ``lists`` has as many [·] ``dtype`` for each rank."""
+    messages = []
+    for outgoing in lists:
+        buffer = ByteBuffer()
+        buffer.write(torch.tensor(list(map(len, outgoing)), dtype=torch.int64))
+        for values in outgoing:
+            buffer.write(values)
+        messages.append(buffer.message)
+    received = []
+    for message in all_to_all_bytes(world, messages, what=what):
+        buffer = ByteBuffer(message)
+        lengths = buffer.read(len(lists[world.rank]), torch.int64).tolist()
+        received.append([buffer.read(length, dtype) for length in lengths])
+    return received

@@ -28,7 +28,7 @@ from gnnfleet.launch.confirmed_model import confirm_model_file, read_model_file
 from gnnfleet.launch.local_launcher import SHUTDOWN_SECONDS, failure_error, threads_per_worker, worker_environment
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.launch.tma_process import COORDINATOR, TRAINERS_DIR, process_name
-from gnnfleet.strategies.tma.protocol import PublishedRun, RunMessages
+from gnnfleet.strategies.tma.protocol import RunMessages
 
 _POLL = 0.05
 
@@ -121,7 +121,7 @@ def launch_supervised(
     spec = replace(spec, parent=os.getpid(), threads=threads_per_worker(max(1, num_local)), answer=str(answer))
     (folder / "SPEC.json").write_text(spec.as_json())
     model_source = read_model_file(spec.config)
-    messages.publish_run(PublishedRun(spec.as_json(), model_source))
+    messages.publish_run(spec.as_json(), model_source)
     if num_local < workers:
         confirm = f" --model-sha256 {hashlib.sha256(model_source).hexdigest()}" if model_source else ""
         numbers = f"{num_local}-{workers - 1}"
@@ -246,11 +246,12 @@ def join_supervised(
         raise ConfigError(f"the address {address} has port 0: use the port of strategy.listen on the first machine")
     open_validated_store(store)
     messages = RunMessages(MessageStore.connect(server))
-    run = messages.read_run()
-    if run is None:
+    published = messages.read_run()
+    if published is None:
         raise ExchangeError(f"there is no run at {address}: start gnnfleet train --strategy tma there first")
+    spec_json, model_source = published
     try:
-        spec = RunSpec.from_json(run.spec)
+        spec = RunSpec.from_json(spec_json)
         workers = int(spec.config["workers"])
         is_outside = not (store / spec.partition).resolve().is_relative_to(store.resolve())
     except (TypeError, ValueError, KeyError) as error:
@@ -261,7 +262,7 @@ def join_supervised(
         raise ExchangeError(f"the server at {address} names a partition outside of {store}: {spec.partition}")
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as scratch:
         folder = Path(scratch)
-        config = confirm_model_file(spec.config, run.model_source, model=model, sha256=model_sha256, folder=folder)
+        config = confirm_model_file(spec.config, model_source, model=model, sha256=model_sha256, folder=folder)
         spec = replace(
             spec,
             config=config,

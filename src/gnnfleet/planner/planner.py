@@ -193,8 +193,6 @@ def _refusal(name: str, workers: int, error: ConfigError) -> CostEstimate:
 
 @dataclass(eq=False)
 class _GraphPlanner:
-    """Estimates and trials on a graph."""
-
     graph: Graph
     base: RunConfig
     fanouts: FanoutOption

@@ -22,10 +22,10 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
 from gnnfleet.sharded.full_batch.active_row_counts import SubPartition, sub_partition
-from gnnfleet.sharded.step_tracer import resized_copy
+from gnnfleet.sharded.step_tracer import ones_like, resized_copy
 from gnnfleet.strategies.estimates import MachineProfile
 from gnnfleet.strategies.input_cache import should_cache_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.optim import Adam, make_optimizer
 from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts
 from gnnfleet.strategies.step_costs import can_precompute, gather_inputs, num_edges_and_rows, run_step_on_blocks
@@ -59,7 +59,7 @@ def _profile_full_batch(job: Job, shard: Shard, cached: bool) -> tuple[float, fl
     num_edges = sum(len(shard.block(kind, "in", q).cols) for kind in shard.edge_types for q in range(shard.parts))
     share = min(1.0, MAX_SAMPLE_ROWS / max(num_rows, 1), MAX_SAMPLE_EDGES / max(num_edges, 1))
     sample = sub_partition(shard, share)
-    model, dtype = resized_copy(job.model, sample.sources), PRECISIONS[job.precision]
+    model, dtype = resized_copy(job.model, sample.sources), job.dtype
     features = {kind: _random_features(shard, kind, count, dtype) for kind, count in sample.sources.items()}
     x = features if len(features) > 1 else next(iter(features.values()))
     seconds = []
@@ -84,15 +84,10 @@ def _sample_view(shard: Shard, sample: SubPartition, *, has_edges: bool) -> Loca
     for name, ends in sample.edge_index.items():
         kind = EdgeType(*name)
         ends = ends if has_edges else ends[:, :0]
-        weight, attr = (_ones_like_data(shard, kind, field, ends.shape[1]) for field in ("weight", "attr"))
+        weight, attr = (ones_like(shard.edge_data(kind, field), ends.shape[1]) for field in ("weight", "attr"))
         num_src, num_dst = sample.sources[kind.src], sample.sources[kind.dst]
         edges[kind] = validated_edges(ends, num_src=num_src, num_dst=num_dst, weight=weight, attr=attr)
     return LocalView.of_graph(Graph.of(nodes, edges))
-
-
-def _ones_like_data(shard: Shard, kind: EdgeType, name: str, count: int) -> Tensor | None:
-    values = shard.edge_data(kind, name)
-    return None if values is None else torch.ones(count, *values.shape[1:])
 
 
 def _fastest(work: Callable[[], object]) -> float:
@@ -125,7 +120,7 @@ def _profile_blocks(job: Job, fanouts: FanoutOption, batch_size: int, cached: bo
         views = sampler.blocks(batch.seeds, batch.key, skip_last_hop=precomputed)
         views = [task.mask_edges(view, batch) for view in views]
         prepare_backward(views)
-        x, aggregated = gather_inputs(graph, model, views[0], job.precision, precomputed)
+        x, aggregated = gather_inputs(graph, views[0], job.precision, precomputed)
         sampled = time.perf_counter()
         run_step_on_blocks(model, views, x, aggregated, job.precision)
         optimizer.step()

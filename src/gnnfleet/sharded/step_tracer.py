@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import FetchedRows, ReturnPath, RingExchange, RowTable
+from gnnfleet.comm.halo_exchange import FetchedRows, OnRows, ReturnPath, RingExchange, RowTable
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.nn.base import Aggregate, Model
+from gnnfleet.nn.base import Model
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
@@ -32,9 +32,6 @@ from gnnfleet.sharded.full_batch.ring_view import RingView
 
 SAMPLE_ROWS = (3000, 6000)
 """Rows of the two sample graphs, summed over node types."""
-
-Precompute = Callable[[Model, RingView, Any], Aggregate | None]
-"""Computes the cached aggregate of the first layer, if any."""
 
 RouteKey = tuple[str, str]
 """A node type and a direction, as in ``Shard.plan``."""
@@ -65,62 +62,57 @@ class StepTrace:
 
 
 def trace_step(
-    model: Model, shard: Shard, precision: torch.dtype, precompute: Precompute, many: Sequence[bool] = ()
+    model: Model, shard: Shard, precision: torch.dtype, *, is_cached: bool, many: Sequence[bool] = ()
 ) -> StepTrace:
-    """Trace a training step of ``model`` on a partition. The model stays unchanged. ``many`` has the layers that read
-    many more rows than they compute, which may exchange other rows."""
+    """Trace a training step of ``model`` on a partition, perhaps with a cached aggregate of the first layer.
+
+    The model stays unchanged. ``many`` has the layers that read many more rows than they compute, which may exchange
+    other rows.
+    """
     total = max(1, sum(shard.nodes(kind).count for kind in shard.node_types))
-    (small, small_peak, recording), (large, large_peak, _) = (
-        _trace_at(model, shard, rows / total, precision, precompute, many) for rows in SAMPLE_ROWS
+    (small, small_peak, ring), (large, large_peak, _) = (
+        _trace_at(model, shard, rows / total, precision, is_cached, many) for rows in SAMPLE_ROWS
     )
     row_bytes = max(0.0, (large_peak - small_peak) / max(1, large - small))
     base_bytes = max(0.0, small_peak - row_bytes * small)
-    return StepTrace(tuple(recording.exchanges), base_bytes, row_bytes, tuple(recording.sums))
-
-
-@dataclass
-class _StepRecording:
-    exchanges: list[TracedExchange] = field(default_factory=list)
-    sums: list[int] = field(default_factory=list)
+    return StepTrace(tuple(ring.exchanges), base_bytes, row_bytes, tuple(ring.sums))
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordingRing(RingExchange):
-    """A ring of one rank that records its exchanges."""
-
     layer: int = 0
     names: Mapping[int, RouteKey] = field(default_factory=dict)
-    recording: _StepRecording = field(default_factory=_StepRecording)
+    exchanges: list[TracedExchange] = field(default_factory=list)  # shared by the rings of all layers
+    sums: list[int] = field(default_factory=list)
 
     def run(
         self,
         tables: Sequence[RowTable],
-        on_rows: Any,
+        on_rows: OnRows,
         *,
         returns: Sequence[ReturnPath] = (),
-        on_returns: Any = None,
         fetched: FetchedRows | None = None,
-        op: str = "rows",
+        **options: Any,
     ) -> None:
         sent = tuple((self.names[id(table.plan)], table.rows.shape[1] * table.rows.element_size()) for table in tables)
         returned = tuple((self.names[id(path.plan)], path.width * path.dtype.itemsize) for path in returns)
         is_refetch = fetched is not None and fetched.is_complete
         is_cacheable = fetched is not None and not is_refetch
-        self.recording.exchanges.append(TracedExchange(self.layer, sent, returned, is_refetch, is_cacheable))
-        super().run(tables, on_rows, returns=returns, on_returns=on_returns, fetched=fetched, op=op)
+        self.exchanges.append(TracedExchange(self.layer, sent, returned, is_refetch, is_cacheable))
+        super().run(tables, on_rows, returns=returns, fetched=fetched, **options)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
-        self.recording.sums.append(t.nbytes)
+        self.sums.append(t.nbytes)
         out = t.view_as(t)
         if out.requires_grad:
-            out.register_hook(lambda grad: self.recording.sums.append(grad.nbytes))  # type: ignore[no-untyped-call]
+            out.register_hook(lambda grad: self.sums.append(grad.nbytes))  # type: ignore[no-untyped-call]
         return out
 
 
 def _trace_at(
-    model: Model, shard: Shard, share: float, precision: torch.dtype, precompute: Precompute, many: Sequence[bool]
-) -> tuple[int, int, _StepRecording]:
-    """(rows, bytes of tensors at the peak, recording) of one step on a sample graph."""
+    model: Model, shard: Shard, share: float, precision: torch.dtype, is_cached: bool, many: Sequence[bool]
+) -> tuple[int, int, _RecordingRing]:
+    """(rows, bytes of tensors at the peak, ring with the exchanges) of one step on a sample graph."""
     graph = _sample_graph(shard, share)
     with tempfile.TemporaryDirectory(prefix="gnnfleet-") as folder:
         one_part = Assignment(part=np.zeros(graph.num_nodes, np.int32), parts=1, method="range")
@@ -136,12 +128,12 @@ def _trace_at(
         x = {kind: _features(sample, kind).to(precision) for kind in sample.node_types}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
         sample_model = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
-        aggregated = precompute(sample_model, view, inputs)
-        recording = _StepRecording()
+        aggregated = sample_model.precompute(view, inputs) if is_cached else None
+        recording_ring = _RecordingRing(ring.world, names=names)
         views = [
             replace(
                 view,
-                ring=_RecordingRing(ring.world, layer=layer, names=names, recording=recording),
+                ring=replace(recording_ring, layer=layer),
                 keep_fetched=True,
                 has_many_sources=layer < len(many) and many[layer],
             )
@@ -156,7 +148,7 @@ def _trace_at(
         sample_model.train()
         with unpooled():
             peak = peak_tensors(step)
-        return graph.num_nodes, peak, recording
+        return graph.num_nodes, peak, recording_ring
 
 
 def _sample_graph(shard: Shard, share: float) -> Graph:
@@ -171,12 +163,12 @@ def _sample_graph(shard: Shard, share: float) -> Graph:
         num_edges = max(1, round(share * sum(len(shard.block(relation, "in", q).cols) for q in range(shard.parts))))
         sizes = counts[relation.src], counts[relation.dst]
         index = torch.stack([torch.randint(0, size, (num_edges,), generator=random) for size in sizes])
-        weight, attr = (_ones_like(shard.edge_data(relation, name), num_edges) for name in ("weight", "attr"))
+        weight, attr = (ones_like(shard.edge_data(relation, name), num_edges) for name in ("weight", "attr"))
         edges[relation] = validated_edges(index, num_src=sizes[0], num_dst=sizes[1], weight=weight, attr=attr)
     return Graph.of(nodes, edges)
 
 
-def _ones_like(values: Tensor | None, rows: int) -> Tensor | None:
+def ones_like(values: Tensor | None, rows: int) -> Tensor | None:
     return None if values is None else torch.ones(rows, *values.shape[1:])
 
 

@@ -20,8 +20,6 @@ X, AGGREGATE = "x", "aggregate"
 
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
-    """A batch with all inputs of the model."""
-
     batch: Batch
     views: Sequence[LocalView]
     x: Features

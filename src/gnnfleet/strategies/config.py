@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -16,6 +16,10 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     partitioner: ClassVar[str] = "mincut"  # the default of ``--partition``
 
     name: str
+
+    def settings_with(self, **changes: Any) -> dict[str, Any]:
+        """The options that differ from their defaults, and ``changes``."""
+        return {**self.model_dump(exclude_defaults=True), "name": self.name, **changes}
 
     @property
     def batch_size(self) -> int:

@@ -70,14 +70,8 @@ class MachineProfile:
 
     def shared_by(self, workers: int) -> MachineProfile:
         """The profile of each of ``workers`` processes that share the cores of this machine."""
-        return MachineProfile(
-            workers,
-            self.row_seconds * workers,
-            self.edge_seconds * workers,
-            self.block_seconds * workers,
-            self.sampling_seconds * workers,
-            self.base_memory,
-        )
+        names = "row_seconds", "edge_seconds", "block_seconds", "sampling_seconds"
+        return replace(self, workers=workers, **{name: getattr(self, name) * workers for name in names})
 
     def linked(self, workers: int, bandwidth: float) -> MachineProfile:
         """The profile of each of ``workers`` machines of this kind."""
@@ -121,8 +115,6 @@ class PlanningContext:
 
 @dataclass(frozen=True)
 class TrialTiming:
-    """Measurements of a trial."""
-
     seconds: float = 0.0  # of an epoch
     memory: float = 0.0  # peak bytes of the largest worker
     refused: str = ""  # reason why these settings cannot train

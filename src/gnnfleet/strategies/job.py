@@ -44,7 +44,6 @@ class RankContext:
 
     @property
     def owned_ids(self) -> OwnedIds:
-        """Store ids of the nodes of this rank's part."""
         shard = self.shard
         return None if shard is None else {kind: shard.nodes(kind).store_ids for kind in shard.node_types}
 
@@ -56,6 +55,11 @@ class _BaseJob:
     precision: str = "float32"
     memory: int | None = None  # budget of a worker, in bytes
     context: RankContext = field(default_factory=RankContext)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and features."""
+        return PRECISIONS[self.precision]
 
     @property
     def world(self) -> World:
@@ -84,8 +88,6 @@ class Job(_BaseJob):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EventJob(_BaseJob):
-    """Inputs of a strategy on events."""
-
     model: TemporalModel
     task: EventTask
     features: Tensor | None = None  # [V, S] given features of nodes

@@ -21,7 +21,7 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.strategies.input_cache import CacheInputs, precompute_aggregate, should_cache_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, autocast
+from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, Reporting, State
 from gnnfleet.tasks.base import RowLookup
@@ -56,9 +56,6 @@ class PartitionedStrategy(Reporting):
         with torch.no_grad():
             local_only = self._task.reads_only_local_rows
             return self._task.measure(self._row_lookup(self._outputs()[0], self._view, local_only=local_only), split)
-
-    def validate(self) -> dict[str, float]:
-        return self.evaluate("val")
 
     def exact_lookup(self) -> RowLookup:
         return self._row_lookup(self._outputs()[0], self._view)
@@ -125,7 +122,6 @@ class PartitionedStrategy(Reporting):
             )
 
     def _aggregate(self, option: CacheInputs) -> Aggregate | None:
-        """The first layer's aggregate, if it is cached."""
         if should_cache_aggregate(option, hides=self._task.masks_edges, relations=len(self._view.edge_types)):
             return precompute_aggregate(option, self.model, self._view, self._x)
         return None
@@ -142,7 +138,7 @@ class PartitionedStrategy(Reporting):
 
     def _converted(self, rows: Tensor) -> Tensor:
         """Features in the precision of the run."""
-        return rows.to(PRECISIONS[self._job.precision])
+        return rows.to(self._job.dtype)
 
     def _outputs(self) -> tuple[Any, Any]:
         """(output, input of the last layer) of local rows, exact; cached until the weights change."""
@@ -161,7 +157,7 @@ class PartitionedStrategy(Reporting):
                 rows = take_rows(rows, self._view.nodes[kind].row_index.rows(ids))
             else:
                 rows = view.for_type(kind).gather_rows(rows, ids)
-            return rows.to(PRECISIONS[self._job.precision])
+            return rows.to(self._job.dtype)
 
         return lookup
 

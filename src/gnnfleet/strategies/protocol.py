@@ -55,7 +55,14 @@ class Prediction:
 
 
 class Reporting(Protocol):
-    """Reports of a strategy besides losses; the defaults report nothing."""
+    """Reports of a strategy besides losses; by default only evaluations."""
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics that epochs are compared by; a strategy may return a cheaper estimate."""
+        return self.evaluate("val")
 
     @property
     def has_newer_weights(self) -> bool:
@@ -84,12 +91,6 @@ class Strategy(Reporting, Protocol):
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         """Train one epoch, or the rest of it from step ``first`` on; yields a record after each optimizer step."""
-
-    def evaluate(self, split: str) -> dict[str, float]:
-        """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
-
-    def validate(self) -> dict[str, float]:
-        """Metrics that epochs are compared by: ``evaluate("val")``, or a cheaper estimate of it."""
 
     def state_dict(self) -> State:
         """The live tensors, not copies."""

@@ -39,26 +39,20 @@ def all_specs() -> dict[str, StrategySpec[Any]]:
     return {name: find_spec(name) for name in STRATEGIES}
 
 
-def find_config(name: str) -> type[StrategyConfig]:
-    """The settings class of a strategy; raises ConfigError for an unknown name."""
-    config: type[StrategyConfig] = find_spec(name).config
+def make_config(settings: Mapping[str, Any]) -> StrategyConfig:
+    """The settings object of the strategy ``settings["name"]``."""
+    config: StrategyConfig = find_spec(settings["name"]).config(**settings)
     return config
 
 
-def make_config(settings: Mapping[str, Any]) -> StrategyConfig:
-    """The settings object of the strategy ``settings["name"]``."""
-    return find_config(settings["name"])(**settings)
-
-
 def build_strategy(config: StrategyConfig, job: Job | EventJob) -> Strategy:
-    """The strategy that a config describes."""
     return find_spec(config.name).build(config, job)
 
 
 def strategy_options(name: str) -> list[str]:
     """The options of a strategy; for ``auto`` the options of all strategies and ``goal``."""
     if name != AUTO:
-        return list(find_config(name).model_fields)
+        return list(find_spec(name).config.model_fields)
     return ["goal", *dict.fromkeys(option for spec in all_specs().values() for option in spec.config.model_fields)]
 
 

@@ -30,8 +30,6 @@ def lazy(path: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(Generic[C]):
-    """One strategy."""
-
     config: type[C]
     build: Callable[[C, Any], Strategy]  # from a Job, or from an EventJob if ``input`` is events
     # single: one process. ranks: processes of one world. supervised: a coordinator and trainers that may fail or join.

@@ -20,10 +20,9 @@ from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import peak_tensors
-from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import StepTrace, trace_step
 from gnnfleet.strategies.estimates import MEMORY_SLACK, PlanningContext
-from gnnfleet.strategies.input_cache import CacheInputs, precompute_aggregate, should_cache_aggregate
+from gnnfleet.strategies.input_cache import CacheInputs, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts
 
@@ -36,8 +35,6 @@ BYTES_PER_BLOCK_EDGE = 40.0
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a model's parameters."""
-
     replicated: int  # that every worker has
     allreduce: int  # sent in a sum of their gradients
     embedding_rows: int
@@ -67,12 +64,10 @@ def trace_full_batch(context: PlanningContext, option: CacheInputs, has_many_sou
     job = context.job
     is_cached = caches_aggregate(job, option)
 
-    def precompute(model: Model, view: RingView, x: Any) -> Aggregate | None:
-        return precompute_aggregate(option, model, view, x) if is_cached else None
-
     def trace() -> StepTrace:
         with autocast(job.precision):
-            return trace_step(job.model, context.parts()[0], PRECISIONS[job.precision], precompute, has_many_sources)
+            shard = context.parts()[0]
+            return trace_step(job.model, shard, job.dtype, is_cached=is_cached, many=has_many_sources)
 
     step: StepTrace = context.cached(f"step trace {is_cached} {tuple(has_many_sources)}", trace)
     return step
@@ -86,14 +81,12 @@ def feature_bytes(graph: Graph, itemsize: int | None = None) -> float:
 
 def evaluation_bytes(job: Job, rows: float, *, layerwise: bool = True) -> float:
     """Peak of an exact pass over ``rows`` rows: input and output of a layer, and a tensor between them."""
-    peak = 3.0 * rows * job.model.width * PRECISIONS[job.precision].itemsize
+    peak = 3.0 * rows * job.model.width * job.dtype.itemsize
     return min(peak, 3.0 * job.evaluation_memory) if layerwise else peak
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeBlocks:
-    """The blocks of some batches."""
-
     views: Sequence[Sequence[LocalView]]
 
     @property
@@ -121,7 +114,7 @@ def sample_probe_blocks(
 
 def step_peak_bytes(job: Job, views: Sequence[LocalView], *, is_cached: bool) -> float:
     """Measure the peak bytes of tensors in a step on blocks. The model stays unchanged."""
-    x, aggregated = gather_inputs(job.graph, job.model, views[0], job.precision, is_cached)
+    x, aggregated = gather_inputs(job.graph, views[0], job.precision, is_cached)
     before = {name: buffer.clone() for name, buffer in job.model.named_buffers()}
     with buffers.unpooled():
         peak = peak_tensors(lambda: run_step_on_blocks(job.model, views, x, aggregated, job.precision))
@@ -154,9 +147,7 @@ def can_precompute(model: Model, graph: Graph) -> bool:
     return model.precompute(view, x if len(x) > 1 else next(iter(x.values()))) is not None
 
 
-def gather_inputs(
-    graph: Graph, model: Model, view: LocalView, precision: str, is_cached: bool
-) -> tuple[Any, Aggregate | None]:
+def gather_inputs(graph: Graph, view: LocalView, precision: str, is_cached: bool) -> tuple[Any, Aggregate | None]:
     """(features, aggregate) that a block reads; features stand in for the aggregate, which has the same width."""
     dtype, x = PRECISIONS[precision], {}
     for kind, rows in view.nodes.items():

@@ -61,12 +61,8 @@ class EventTask:
         """Time span of training: ``mean_gap`` times the number of events."""
         return self.mean_gap * len(self.parts["train"])
 
-    def sample_negatives(self, low: int, high: int, *, sweep: int, number: int = 0) -> Tensor:
-        """[n, K] negatives of events ``low`` to ``high`` in set ``number`` of a sweep."""
-        return self.negatives_of(torch.arange(low, high), sweep=sweep, number=number)
-
-    def negatives_of(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
-        """[n, K] negatives of any events."""
+    def sample_negatives(self, numbers: Tensor, *, sweep: int, number: int = 0) -> Tensor:
+        """[n, K] negatives of events in set ``number`` of a sweep."""
         if self.head is not None:
             return torch.empty(len(numbers), 0, dtype=torch.int64)
         positive = self.stream.dst[numbers]
@@ -79,16 +75,8 @@ class EventTask:
         """Sampler of the destinations of training events; later destinations are unknown in training."""
         return replace(self.negatives, destinations=torch.unique(self.parts["train"].dst))
 
-    def loss(
-        self, model: TemporalModel, z: Tensor, low: int, high: int, pairs: Tensor | None = None
-    ) -> tuple[Tensor, int]:
+    def loss(self, model: TemporalModel, z: Tensor, numbers: Tensor, pairs: Tensor | None = None) -> tuple[Tensor, int]:
         """Return (sum of losses, number of events counted) from embeddings of sources, destinations and negatives."""
-        return self.loss_of(model, z, torch.arange(low, high), pairs)
-
-    def loss_of(
-        self, model: TemporalModel, z: Tensor, numbers: Tensor, pairs: Tensor | None = None
-    ) -> tuple[Tensor, int]:
-        """Return the same for any events."""
         n = len(numbers)
         if self.head is not None:
             assert self.stream.y is not None and isinstance(model.decoder, ClassDecoder)

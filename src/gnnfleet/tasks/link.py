@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -116,7 +117,6 @@ class LinkTask:
         return torch.arange(len(self.data.splits[split]))[self._local_slice(len(self.data.splits[split]))]
 
     def _local_slice(self, count: int) -> slice:
-        """This rank's slice of a list."""
         rank, size = self.world.rank, self.world.size
         return slice(rank * count // size, (rank + 1) * count // size)
 
@@ -153,7 +153,8 @@ class LinkTask:
             count = self.data.graph.nodes[self.target].count
             shared = self._train_sampler.shared_nodes(key, self.config.negatives, count)
             return LinkBatch(items, self._seeds([links], shared), key, global_items, links, None, shared)
-        negatives = self._train_sampler.corrupt(links, key, count=self.config.negatives, ends=self._ends)
+        ends = cast(NegativeEnds, self._mode)
+        negatives = self._train_sampler.corrupt(links, key, count=self.config.negatives, ends=ends)
         return LinkBatch(items, self._seeds([links, negatives], None), key, global_items, links, negatives, None)
 
     def owners_of_items(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
@@ -266,12 +267,6 @@ class LinkTask:
     def _mode(self) -> str:
         mode = self.config.negative_mode
         return mode if mode != "auto" else "either" if len(self._kinds) > 1 else "dst"
-
-    @property
-    def _ends(self) -> NegativeEnds:
-        mode = self._mode
-        assert mode in ("dst", "src", "either", "pair")
-        return mode  # type: ignore[return-value]
 
     def _seeds(self, parts: list[Links], shared: Tensor | None) -> dict[str, Tensor]:
         ids_by_type: dict[str, list[Tensor]] = {kind: [] for kind in self.data.graph.nodes}

@@ -63,7 +63,7 @@ class LocalEdges:
         if "ids" not in self.cache:
             structure, edge = self.structure.with_self_loops
             loop_ids = SELF_LOOP_IDS + node_ids[structure.col.long()]
-            self.cache["ids"] = torch.where(edge < 0, loop_ids, _select_or_fill(self.edge_ids, edge, fill=0))
+            self.cache["ids"] = torch.where(edge < 0, loop_ids, select_or_fill(self.edge_ids, edge, fill=0))
         return self.cache["ids"]
 
     def scaled(self, total: Tensor, reduce: str) -> Tensor:
@@ -113,18 +113,6 @@ class LocalView(ViewBase[LocalEdges]):
         return self.num_src > MANY_SOURCES * self.num_dst
 
     @property
-    def edge_ids(self) -> Tensor:
-        return self._edges.edge_ids
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self._edges.weight
-
-    @property
-    def attr(self) -> Tensor | None:
-        return self._edges.attr
-
-    @property
     def in_degree(self) -> Tensor:
         return self._edges.structure.indptr.diff()
 
@@ -138,7 +126,7 @@ class LocalView(ViewBase[LocalEdges]):
         structure, edge = edges.structure.with_self_loops
         weight = edges.scaled_weight(weight, reduce)
         if weight is not None:
-            weight = _select_or_fill(weight, edge, fill=1.0)
+            weight = select_or_fill(weight, edge, fill=1.0)
         # In store order no ids are needed: self-loops are last in their rows and have the highest ids.
         ties = edges.looped_ids(self.node_ids) if reduce == "max" and not edges.is_store_order else None
         return sums.aggregate(structure, x, reduce=reduce, weight=weight, ties=ties)
@@ -261,14 +249,14 @@ def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loop
         total.index_add_(0, dst, torch.where(edges.src[first:end] == dst, 0.0, value) if has_loops else value)
 
 
-def _select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:
+def select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:
     """``values[position]``, and ``fill`` for position −1, which is an additional last row."""
     return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[position]
 
 
 def _add_loop_terms(edge: Tensor, structure: CSR, position: Tensor) -> Tensor:
     """[E', …] edge terms with self-loops; the term of a self-loop is the mean over its row, as in PyG."""
-    terms = _select_or_fill(edge, position, fill=0.0)
+    terms = select_or_fill(edge, position, fill=0.0)
     rows, ones = structure.row.long(), [1] * (edge.dim() - 1)
     total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, terms)
     count = (structure.indptr.diff() - 1).clamp(min=1).to(edge.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from torch import Tensor
 
@@ -15,8 +15,20 @@ from gnnfleet.graph.views.row_index import RowIndex
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
 
-EdgeStorage = TypeVar("EdgeStorage")
 Degrees = Callable[[bool], Tensor]  # weighted → [N_src] float32
+
+class EdgeTables(Protocol):
+    """The edges of one type in a view: store edge ids, weights and features."""
+
+    @property
+    def edge_ids(self) -> Tensor: ...
+    @property
+    def weight(self) -> Tensor | None: ...
+    @property
+    def attr(self) -> Tensor | None: ...
+
+
+EdgeStorage = TypeVar("EdgeStorage", bound=EdgeTables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +44,7 @@ class NodeRows:
         return RowIndex(self.node_ids)
 
 
-def selected_degrees(degree: Degrees, rows: Tensor) -> Degrees:
+def selected_degrees(degree: Degrees, rows: Tensor | slice) -> Degrees:
     """Degrees of some rows of a view, computed once."""
     return cache(lambda weighted: degree(weighted)[rows])
 
@@ -91,6 +103,18 @@ class ViewBase(Generic[EdgeStorage]):
     @property
     def node_ids(self) -> Tensor:
         return self._rows.node_ids
+
+    @property
+    def edge_ids(self) -> Tensor:
+        return self._edges.edge_ids
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._edges.weight
+
+    @property
+    def attr(self) -> Tensor | None:
+        return self._edges.attr
 
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
         return self._rows.degree(weighted)

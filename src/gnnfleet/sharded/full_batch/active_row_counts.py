@@ -21,8 +21,6 @@ from gnnfleet.sharded.step_tracer import RouteKey
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """The work of one layer on one partition."""
-
     rows: int  # destinations
     edges: int
     sent_rows: Mapping[RouteKey, tuple[int, ...]]  # by partition

@@ -149,7 +149,6 @@ class RestrictedShard:
         return self._blocks[kind, direction, q]
 
     def _restricted_block(self, kind: EdgeType, direction: str, q: int) -> ShardBlock:
-        """A block of the shard with only the active rows and columns."""
         block = self._shard.block(kind, direction, q)
         row_type, col_type = (kind.dst, kind.src) if direction == "in" else (kind.src, kind.dst)
         num_rows, num_cols = (self.num_dst, self.num_src) if direction == "in" else (self.num_src, self.num_dst)

@@ -11,9 +11,9 @@ The local block comes first in every exchange and has all rows, so results begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from gnnfleet.comm.halo_exchange import ExchangePlan, FetchedRows, OnRows, RowExchange, RowTable
 from gnnfleet.ops.aggregate import MaxState, accumulate_dtype, edge_dot, max_backward, max_rows, sum_rows, update_max
 from gnnfleet.ops.buffers import empty_buffer
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 
@@ -56,10 +56,6 @@ class AggregationCall:
     inputs: tuple[RelationInput, ...]
     reverse: BackwardPlan | None = None  # for a single edge type; without it, backward goes by destination
     keep_fetched: bool = False  # cache source rows that backward needs instead of fetching them again
-
-    @property
-    def rank(self) -> int:
-        return self.ring.local_block
 
     def row_tables(self, xs: Sequence[Tensor]) -> list[RowTable]:
         return [RowTable(plan, x.detach().contiguous()) for plan, x in zip(self.plans, xs, strict=True)]
@@ -151,7 +147,7 @@ def _forward_sum(
             block_weight = None if weight is None else weight.detach()[block.edges]
             row_scale = scales[index]
             scale = None if row_scale is None else block.select_rows(row_scale)
-            if q == call.rank:
+            if q == call.ring.local_block:
                 sums.append(sum_rows(block.structure, x, weight=block_weight, row_scale=scale))
             elif block.structure.num_edges:
                 sum_rows(block.structure, x, weight=block_weight, row_scale=scale, rows=block.rows, out=sums[index])
@@ -216,7 +212,7 @@ class _DistMax(torch.autograd.Function):
         def on_rows(q: int, received: list[Tensor]) -> None:
             for index, relation in enumerate(call.inputs):
                 block, x = relation.blocks[q], received[relation.table_index]
-                if q == call.rank:
+                if q == call.ring.local_block:
                     states.append(max_rows(block.structure, x, ties=block.edge_ids))
                 elif block.structure.num_edges:
                     update_max(states[index], block.structure, x, ties=block.edge_ids, rows=block.rows)
@@ -244,10 +240,8 @@ class _DistMax(torch.autograd.Function):
         return None, *_cast(dxs, ctx.dtypes)
 
 
-class _SourceGrad(Protocol):
-    """The gradient of an edge type's sources on rank q, from that of its destinations; added to ``out`` if given."""
-
-    def __call__(self, relation: RelationInput, grad: Tensor, q: int, out: Tensor | None) -> Tensor: ...
+_SourceGrad = Callable[[RelationInput, Tensor, int, Tensor | None], Tensor]
+"""(edge type, gradient of its destinations, rank q, out) → gradient of its sources on q, added to ``out`` if given."""
 
 
 def _return_grads(
@@ -268,7 +262,7 @@ def _return_grads(
         users = [(relation, grad) for relation, grad in pairs if relation.table_index == index and grad is not None]
         if users:
             by_table[index] = users
-    accumulator = GradAccumulator(call.rank, [(call.plans[index], users[0][1]) for index, users in by_table.items()])
+    like = [(call.plans[index], users[0][1]) for index, users in by_table.items()]
 
     def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
         if on_sources is not None:
@@ -282,10 +276,10 @@ def _return_grads(
             totals.append(total)
         return totals
 
-    if tables or by_table:
-        returns, add, op = accumulator.returns, accumulator.add, "gradients of aggregate"
-        call.ring.run(tables, on_rows, returns=returns, on_returns=add, fetched=fetched, op=op)
-    totals = dict(zip(by_table, accumulator.totals, strict=True))
+    if not tables and not by_table:
+        return [None] * len(needs)
+    sums = exchange_grads(call.ring, like, tables, on_rows, fetched=fetched, op="gradients of aggregate")
+    totals = dict(zip(by_table, sums, strict=True))
     return [totals.get(index) for index in range(len(needs))]
 
 

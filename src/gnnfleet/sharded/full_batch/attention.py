@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from gnnfleet.comm.halo_exchange import ExchangePlan, FetchedRows, RowExchange, RowTable
 from gnnfleet.ops import attend_blocks
 from gnnfleet.ops.attend_blocks import AttentionBlock, AttentionInputs, AttentionSpec, AttentionState, TargetGradient
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 
@@ -33,10 +33,6 @@ class AttentionCall:
     out_blocks: tuple[EdgeBlock, ...]
     out_plans: ExchangePlan
     keep_fetched: bool = False  # cache rows that backward needs instead of fetching them again
-
-    @property
-    def rank(self) -> int:
-        return self.ring.local_block
 
     def dropout_ids(self, block: EdgeBlock) -> Tensor | None:
         return block.edge_ids if self.spec.dropout else None
@@ -73,7 +69,7 @@ class _Attend(torch.autograd.Function):
         def on_rows(q: int, received: list[Tensor]) -> None:
             edges = call.blocks[q]
             inputs, block = local.block_inputs(received, edges), AttentionBlock(edges.structure, edges.rows)
-            if q == call.rank:  # the local block comes first and has all rows
+            if q == call.ring.local_block:  # the local block comes first and has all rows
                 states.append(attend_blocks.attention_pass(call.spec, inputs, block, positive=positive, finish=False))
             elif edges.structure.num_edges:
                 attend_blocks.update_attention(states[0], call.spec, inputs, block)
@@ -105,8 +101,6 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _LocalInputs:
-    """The inputs of local rows."""
-
     call: AttentionCall
     value: Tensor
     src: Tensor | None  # None: the value
@@ -148,7 +142,7 @@ def _by_source(local: _LocalInputs, grad: Tensor, packed: Tensor) -> tuple[Tenso
         dst_grad, side = received
         inputs = AttentionInputs(value=local.value, src=src, dst=side[:, :heads], edge_ids=call.dropout_ids(edges))
         block, lse_dee = AttentionBlock(edges.structure, edges.rows), side[:, heads:]
-        if q == call.rank:  # the local block comes first and has all rows
+        if q == call.ring.local_block:  # the local block comes first and has all rows
             grads.append(attend_blocks.source_gradient(call.spec, inputs, block, grad=dst_grad, side=lse_dee))
         elif edges.structure.num_edges:
             attend_blocks.source_gradient(call.spec, inputs, block, grad=dst_grad, side=lse_dee, into=grads[0])
@@ -169,8 +163,7 @@ def _recompute(
     d_vector = None if local.vector is None or not needs_target[2] else torch.zeros_like(local.vector)
     d_dst = torch.zeros_like(local.dst, memory_format=torch.contiguous_format)
     like_src = grad.new_empty(0, call.spec.heads * call.spec.depth)
-    tables = [(call.plans, grad)] if is_shared else [(call.plans, grad), (call.plans, like_src)]
-    accumulator = GradAccumulator(call.rank, tables if needs_sources else [])
+    like = [(call.plans, grad)] if is_shared else [(call.plans, grad), (call.plans, like_src)]
 
     def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
         edges = call.blocks[q]
@@ -186,9 +179,9 @@ def _recompute(
         d_value, d_src = attend_blocks.source_gradient(call.spec, inputs, block, grad=grad, side=side)
         return [d_value.add_(d_src)] if is_shared else [d_value, d_src]
 
-    returns, add, op = accumulator.returns, accumulator.add, "rows of attend, again"
-    call.ring.run(local.row_tables(), on_rows, returns=returns, on_returns=add, fetched=fetched, op=op)
-    d_value, d_src = (*accumulator.totals, None, None)[:2]
+    like, tables, op = like if needs_sources else [], local.row_tables(), "rows of attend, again"
+    sums = exchange_grads(call.ring, like, tables, on_rows, fetched=fetched, op=op)
+    d_value, d_src = (*sums, None, None)[:2]
     return _like(d_value, local.value), d_src, d_dst if needs_target[0] else None, d_edge, d_vector
 
 

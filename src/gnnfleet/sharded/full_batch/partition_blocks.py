@@ -7,9 +7,9 @@ the other blocks are the same. P partitions, n local rows of a type, R of them w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
-from gnnfleet.graph.views.local import SELF_LOOP_IDS
-from gnnfleet.graph.views.view_base import NodeRows
-from gnnfleet.ops.csr import CSR
+from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
+from gnnfleet.graph.views.view_base import Degrees, NodeRows, selected_degrees
+from gnnfleet.ops.csr import CSR, counting_sort
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,7 @@ class RelationBlocks:
     def __init__(self, shard: BlockSource, kind: EdgeType, nodes: Mapping[str, NodeRows]) -> None:
         self.kind, self.part = kind, shard.part
         self._shard, self._nodes = shard, nodes
+        self._degrees: dict[bool, Tensor] = {}  # by self_loops
 
     @property
     def num_rows(self) -> int:
@@ -190,15 +191,9 @@ class RelationBlocks:
 
     def degree(self, *, self_loops: bool) -> Tensor:
         """[n] int64: in-edges of every row, remote ones included."""
-        return self._looped_degree if self_loops else self._degree
-
-    @cached_property
-    def _degree(self) -> Tensor:
-        return _degree(self.in_blocks, self.num_rows)
-
-    @cached_property
-    def _looped_degree(self) -> Tensor:
-        return _degree(self._loops.blocks, self.num_rows)
+        if self_loops not in self._degrees:
+            self._degrees[self_loops] = _degree(self.blocks(self_loops=self_loops), self.num_rows)
+        return self._degrees[self_loops]
 
     def inverse_degree(self, dtype: torch.dtype, *, self_loops: bool) -> Tensor:
         """[n] one over the number of in-edges; 1 for rows without."""
@@ -230,7 +225,8 @@ class PartitionBlocks:
         self.nodes: dict[str, NodeRows] = {}
         for kind in shard.node_types:
             ids = shard.nodes(kind).store_ids
-            degree = _PartDegrees(self, kind) if of is None else _PrefixDegrees(of.nodes[kind], len(ids))
+            first_rows = slice(len(ids))
+            degree = _part_degrees(self, kind) if of is None else selected_degrees(of.nodes[kind].degree, first_rows)
             self.nodes[kind] = NodeRows(ids, len(ids) if num_dst is None else num_dst[kind], degree)
         self.edges = {kind: RelationBlocks(shard, kind, self.nodes) for kind in shard.edge_types}
         self._plans: dict[tuple[str, str], ExchangePlan] = {}
@@ -238,44 +234,75 @@ class PartitionBlocks:
     def exchange_plan(self, kind: str, direction: str) -> ExchangePlan:
         """Plan of an exchange: of sources of a node type (``in``), or of destinations (``out``)."""
         if (kind, direction) not in self._plans:
-            self._plans[kind, direction] = _exchange_plan(self.shard.plan(kind, direction))
+            plan = self.shard.plan(kind, direction)
+            self._plans[kind, direction] = ExchangePlan(plan.send, tuple(map(len, plan.recv)))
         return self._plans[kind, direction]
 
-
-class _PartDegrees:
-    """In-degrees of local rows in the whole graph."""
-
-    def __init__(self, blocks: PartitionBlocks, kind: str) -> None:
-        self._blocks, self._kind = blocks, kind
-        self._cached: dict[bool, Tensor] = {}
-
-    def __call__(self, weighted: bool) -> Tensor:
-        if weighted not in self._cached:
-            total = torch.zeros(self._blocks.nodes[self._kind].num_dst, dtype=torch.float64)
-            for kind, edges in self._blocks.edges.items():
-                if kind.dst == self._kind:
-                    total += edges.neighbor_weight(weighted=weighted)
-            self._cached[weighted] = total.float()
-        return self._cached[weighted]
+    @cached_property
+    def merged(self) -> MergedEdges:
+        return MergedEdges.of(list(self.edges.values()))
 
 
-class _PrefixDegrees:
-    """In-degrees of the first rows of another ``PartitionBlocks``."""
+def _part_degrees(blocks: PartitionBlocks, node_type: str) -> Degrees:
+    """In-degrees of local rows in the whole graph, computed once."""
 
-    def __init__(self, rows: NodeRows, count: int) -> None:
-        self._rows, self._count = rows, count
+    @cache
+    def degree(weighted: bool) -> Tensor:
+        total = torch.zeros(blocks.nodes[node_type].num_dst, dtype=torch.float64)
+        for kind, edges in blocks.edges.items():
+            if kind.dst == node_type:
+                total += edges.neighbor_weight(weighted=weighted)
+        return total.float()
 
-    def __call__(self, weighted: bool) -> Tensor:
-        return self._rows.degree(weighted)[: self._count]
+    return degree
 
 
-def select_or_fill(values: Tensor, positions: Tensor, *, fill: float) -> Tensor:
-    """``values[positions]``, and ``fill`` where the position is −1: the last row."""
-    return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[positions]
+@dataclass(frozen=True, eq=False)
+class MergedEdges:
+    """In-edges of all types within one node type, in blocks by the partition of their source, with a type each.
+
+    A sum weighted by edge type then needs one weight per edge. ``graph/views/merged_relations.py`` has the same for one
+    process.
+    """
+
+    blocks: tuple[EdgeBlock, ...]
+    relation: Tensor  # [E] int64: index of the edge's type
+    mean: Tensor  # [E] float64: one over the number of edges of that type into the same destination
+
+    @classmethod
+    def of(cls, relations: Sequence[RelationBlocks]) -> MergedEdges:
+        inverse = [edges.inverse_degree(torch.float64, self_loops=False) for edges in relations]
+        merged_blocks, types, means, start = [], [], [], 0
+        for q in range(len(relations[0].in_blocks)):
+            blocks = [edges.in_blocks[q] for edges in relations]
+            rows = [edge_rows(block) for block in blocks]
+            sizes = torch.tensor(list(map(len, rows)))
+            mean = torch.cat([values[block_rows] for values, block_rows in zip(inverse, rows, strict=True)])
+            merged, order = _join(blocks, torch.cat(rows), start)
+            merged_blocks.append(merged)
+            types.append(torch.repeat_interleave(torch.arange(len(relations)), sizes)[order])
+            means.append(mean[order])
+            start = merged.edges.stop
+        return cls(tuple(merged_blocks), torch.cat(types), torch.cat(means))
+
+    def weight(self, coefficient: Tensor, *, reduce: str) -> Tensor:
+        """[E] the weight of each edge; differentiable in the coefficients of the types."""
+        weight = coefficient[self.relation]
+        return weight * self.mean.to(weight.dtype) if reduce == "mean" else weight
 
 
-def _exchange_plan(plan: HaloPlan) -> ExchangePlan:
-    return ExchangePlan(plan.send, tuple(len(rows) for rows in plan.recv))
+def _join(blocks: Sequence[EdgeBlock], rows: Tensor, start: int) -> tuple[EdgeBlock, Tensor]:
+    """(the edges of several blocks as one, their order)."""
+    first = blocks[0]
+    indptr, order = counting_sort(rows, first.num_rows)
+    col = torch.cat([block.structure.col for block in blocks])[order]
+    edge_ids = torch.cat([block.edge_ids for block in blocks])[order]
+    rows_with_edges: Tensor | None = None
+    if first.rows is not None:
+        rows_with_edges = indptr.diff().nonzero()[:, 0].to(torch.int32)
+        indptr = torch.cat([indptr[:-1][rows_with_edges.long()], indptr[-1:]])
+    structure = CSR(indptr, col, first.structure.num_cols)
+    return EdgeBlock(structure, rows_with_edges, first.num_rows, edge_ids, slice(start, start + len(col))), order
 
 
 def _full_indptr(block: ShardBlock, rows: int) -> Tensor:

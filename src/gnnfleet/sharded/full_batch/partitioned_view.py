@@ -32,22 +32,8 @@ from gnnfleet.sharded.full_batch.aggregate import (
     aggregate_sum_with_self,
 )
 from gnnfleet.sharded.full_batch.attention import AttentionCall, attend
-from gnnfleet.sharded.full_batch.merged_relations import MergedEdges
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks, RelationBlocks
 from gnnfleet.sharded.full_batch.propagate import PropagateCall, propagate
-
-
-class LazyMergedEdges:
-    """Merges the edge types on first use."""
-
-    def __init__(self, blocks: PartitionBlocks) -> None:
-        self._blocks = blocks
-        self._merged: MergedEdges | None = None
-
-    def get(self) -> MergedEdges:
-        if self._merged is None:
-            self._merged = MergedEdges.of(list(self._blocks.edges.values()))
-        return self._merged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,7 +43,6 @@ class PartitionedView(ViewBase[RelationBlocks]):
     blocks: PartitionBlocks
     nodes: Mapping[str, NodeRows]
     relations: Mapping[EdgeType, RelationBlocks]
-    merged: LazyMergedEdges = field(repr=False)
     key: DrawKey = field(default_factory=DrawKey)
     layer: int = 0
     training: bool = True
@@ -67,18 +52,6 @@ class PartitionedView(ViewBase[RelationBlocks]):
     @abstractmethod
     def _exchange(self) -> RowExchange:
         """The exchange of one verb."""
-
-    @property
-    def edge_ids(self) -> Tensor:
-        return self._edges.edge_ids
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self._edges.weight
-
-    @property
-    def attr(self) -> Tensor | None:
-        return self._edges.attr
 
     @property
     def in_degree(self) -> Tensor:
@@ -135,7 +108,7 @@ class PartitionedView(ViewBase[RelationBlocks]):
         return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, outs, strict=True)}
 
     def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
-        merged = self.merged.get()
+        merged = self.blocks.merged
         plans, inputs = (self.blocks.exchange_plan(self._kind, "in"),), (RelationInput(merged.blocks, 0),)
         call = AggregationCall(self._exchange(), plans, inputs, keep_fetched=self.keep_fetched)
         (out,) = aggregate_sum(call, [x], merged.weight(coefficient, reduce=reduce))

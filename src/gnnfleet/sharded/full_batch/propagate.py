@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from gnnfleet.comm.halo_exchange import ExchangePlan, FetchedRows, RowExchange, RowTable
 from gnnfleet.ops import propagate_blocks
 from gnnfleet.ops.message import Message, MessageBlock, MessageCall, check_no_captured
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 
@@ -34,10 +34,6 @@ class PropagateCall:
     precision: torch.dtype | None
     keep_fetched: bool = False  # cache sources for backward instead of fetching them again
     names: tuple[tuple[str, str], ...] = ()  # ("src" | "dst" | "edge", name) of the first tensors; parameters follow
-
-    @property
-    def rank(self) -> int:
-        return self.ring.local_block
 
     def named(self, group: str, values: Sequence[Any]) -> dict[str, Any]:
         """The values of the flat list that belong to a group."""
@@ -75,7 +71,7 @@ def propagate(plan: PropagateCall, groups: Mapping[str, Mapping[str, Tensor]], p
     flat = [tensor for tensors in groups.values() for tensor in tensors.values()]
     if torch.is_grad_enabled():
         local_rows = [table.rows for table in plan.row_tables(flat)]
-        check_no_captured(plan.call([*flat, *params]), plan.block(plan.rank, local_rows, flat))
+        check_no_captured(plan.call([*flat, *params]), plan.block(plan.ring.local_block, local_rows, flat))
     out: Tensor = _Propagate.apply(plan, *flat, *params)  # type: ignore[no-untyped-call]
     return out
 
@@ -87,7 +83,7 @@ class _Propagate(torch.autograd.Function):
         ctx.fetched = FetchedRows() if plan.keep_fetched and any(ctx.needs_input_grad) else None
 
         def on_rows(q: int, received: list[Tensor]) -> None:
-            if q == plan.rank or plan.blocks[q].structure.num_edges:
+            if q == plan.ring.local_block or plan.blocks[q].structure.num_edges:
                 propagate_blocks.update_propagate(state, call, plan.block(q, received, tensors))
 
         plan.ring.run(plan.row_tables(tensors), on_rows, fetched=ctx.fetched, op="rows of propagate")
@@ -112,8 +108,6 @@ class _Propagate(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _NeededGrads:
-    """The inputs that need a gradient."""
-
     src: list[str]
     dst: list[str]
     edge: list[str]
@@ -142,7 +136,7 @@ def _recompute(
     into = propagate_blocks.open_gradients(call, dst=needed.dst, params=needed.params)
     edge_grads = {name: torch.zeros_like(edge[name]) for name in needed.edge}
     upstream = propagate_blocks.begin_backward(call, grad, out=out, side=side)
-    accumulator = GradAccumulator(plan.rank, [(plan.plan, _flat(src[name].detach())) for name in needed.src])
+    like = [(plan.plan, _flat(src[name].detach())) for name in needed.src]
 
     def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
         block_edges = {name: tensor[plan.blocks[q].edges] for name, tensor in edge_grads.items()}
@@ -150,9 +144,9 @@ def _recompute(
         grads = propagate_blocks.block_backward(call, upstream, block, into=into, src=needed.src, edge=block_edges)
         return [_flat(grads[name]) for name in needed.src]
 
-    returns, add, op = accumulator.returns, accumulator.add, "rows of propagate, again"
-    plan.ring.run(plan.row_tables(tensors), on_rows, returns=returns, on_returns=add, fetched=fetched, op=op)
-    src_grads = dict(zip(needed.src, accumulator.totals, strict=True))
+    tables, op = plan.row_tables(tensors), "rows of propagate, again"
+    sums = exchange_grads(plan.ring, like, tables, on_rows, fetched=fetched, op=op)
+    src_grads = dict(zip(needed.src, sums, strict=True))
     grads: dict[str, Mapping[str, Tensor]] = {"src": src_grads, "dst": into.dst, "edge": edge_grads}
     return [grads[group].get(name) for group, name in plan.names] + [
         into.params.get(i) for i in range(len(call.params))

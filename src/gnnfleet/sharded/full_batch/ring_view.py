@@ -16,7 +16,7 @@ from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.views.view import MANY_SOURCES
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
-from gnnfleet.sharded.full_batch.partitioned_view import LazyMergedEdges, PartitionedView
+from gnnfleet.sharded.full_batch.partitioned_view import PartitionedView
 from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap, lookup_rows
 
 
@@ -38,7 +38,6 @@ class RingView(PartitionedView):
             owners=OwnershipMap(shard, blocks, ring),
             nodes=blocks.nodes,
             relations=blocks.edges,
-            merged=LazyMergedEdges(blocks),
         )
 
     def for_layer(self, active_rows: ActiveRows, index: int) -> RingView:
@@ -52,7 +51,6 @@ class RingView(PartitionedView):
             blocks=blocks,
             nodes=blocks.nodes,
             relations=blocks.edges,
-            merged=LazyMergedEdges(blocks),
             has_many_sources=active_rows.totals[index] > MANY_SOURCES * active_rows.totals[index + 1],
         )
 

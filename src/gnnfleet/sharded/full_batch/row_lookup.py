@@ -22,7 +22,7 @@ from gnnfleet.graph.partition.partitioned_graph import assignment_of
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.views.row_index import RowIndex, take_rows
 from gnnfleet.ops.gather import gather
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
 
 
@@ -120,7 +120,6 @@ class _LookupRows(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None
         plan: _LookupPlan = ctx.plan
-        accumulator = GradAccumulator(plan.ring.world.rank, [(plan.exchange, grad)])
 
         def on_rows(q: int, _: list[Tensor]) -> list[Tensor]:
             remote = grad[plan.positions[q]]
@@ -130,7 +129,5 @@ class _LookupRows(torch.autograd.Function):
             local[plan.local_rows] = remote
             return [local]
 
-        plan.ring.run(
-            [], on_rows, returns=accumulator.returns, on_returns=accumulator.add, op="gradients of row lookup"
-        )
-        return None, accumulator.totals[0].to(ctx.dtype)
+        (total,) = exchange_grads(plan.ring, [(plan.exchange, grad)], [], on_rows, op="gradients of row lookup")
+        return None, total.to(ctx.dtype)

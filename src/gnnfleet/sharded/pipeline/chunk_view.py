@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.errors import ConfigError
-from gnnfleet.sharded.full_batch.partitioned_view import LazyMergedEdges, PartitionedView
+from gnnfleet.sharded.full_batch.partitioned_view import PartitionedView
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkBlocks
 from gnnfleet.sharded.pipeline.history import ChunkExchange, HistoryStore, PipelineSlot
 
@@ -28,7 +28,6 @@ class ChunkView(PartitionedView):
             blocks=blocks,
             nodes=blocks.nodes,
             relations=blocks.edges,
-            merged=LazyMergedEdges(blocks),
             chunk=chunk,
             history=history,
             slot=PipelineSlot(0, (-1,) * history.halo.world.size),

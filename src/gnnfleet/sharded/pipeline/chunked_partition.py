@@ -37,8 +37,6 @@ class _RowEdges:
 
 @dataclass(frozen=True, eq=False)
 class ChunkExchangePlan(ExchangePlan):
-    """The remote rows of a chunk."""
-
     direction: str = "in"
 
 
@@ -126,7 +124,6 @@ class Chunk:
         return self._remote_rows[direction]
 
     def reads_remote(self, direction: str) -> bool:
-        """True if the chunk has remote rows."""
         rows = self.remote_rows(direction)
         return self.partition.num_rows_with_halo(direction) > self.rows if rows is None else bool(len(rows))
 
@@ -175,8 +172,6 @@ class Chunk:
 
 
 class ChunkBlocks(PartitionBlocks):
-    """The blocks of a chunk."""
-
     def exchange_plan(self, kind: str, direction: str) -> ChunkExchangePlan:
         plan = super().exchange_plan(kind, direction)
         return ChunkExchangePlan(plan.send_rows, plan.recv_counts, direction)

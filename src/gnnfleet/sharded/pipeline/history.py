@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gnnfleet.comm.halo_exchange import FetchedRows, OnReturns, OnRows, ReturnPath, RowTable
 from gnnfleet.ops.gather import gather
-from gnnfleet.sharded.full_batch.grad_accumulator import add_rows
+from gnnfleet.sharded.full_batch.grad_exchange import add_rows
 from gnnfleet.sharded.pipeline.chunked_partition import LOCAL, REMOTE, Chunk, ChunkedPartition, ChunkExchangePlan
 from gnnfleet.sharded.pipeline.stage_halo import Rows, StageHalo
 
@@ -241,7 +241,6 @@ class HistoryStore:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace the history by that of ``state_dict``."""
         self.rows, self.destination_grads, self.remote_grads = {}, {}, {}
         for name, tensor in state.items():
             kind, key_name, *chunk = name.split("/")

@@ -28,8 +28,6 @@ def send_tables(
 
 
 class PendingTables:
-    """A message that is being received."""
-
     def __init__(
         self, world: World, codec: WireCodec, peer: int, count: int, shapes: TableShapes, *, tag: int, op: str
     ) -> None:
@@ -42,7 +40,6 @@ class PendingTables:
         self._transfers = [receive(world, buffer, peer, tag=tag, op=op) for buffer in buffers]
 
     def wait(self) -> list[Tensor]:
-        """The tables, once they have arrived."""
         for transfer in self._transfers:
             transfer.wait()
         return [self._codec.decode(table, dtype) for table, dtype in zip(self._buffers, self._dtypes, strict=True)]

@@ -94,8 +94,6 @@ class StageHalo:
 
 @dataclass(eq=False)
 class PendingHaloSwap:
-    """Messages of one halo exchange in flight."""
-
     world: World
     op: str
     sending: list[PendingTransfer] = field(default_factory=list)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
+from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes, all_to_all_lists
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.sampling.sampler import BlockBuilder, Fanouts, SampledEdges, hop_counts, sampling_scale
@@ -38,10 +38,6 @@ class SampledNodes:
     rows: Tensor  # [·] rows of local nodes
     positions: Tensor  # [·] their positions, see ``LocalNodes``
     remote_rows: tuple[Tensor, ...]  # by owner, rows of its nodes, in the order of the requests
-
-    @classmethod
-    def empty(cls, ranks: int) -> SampledNodes:
-        return cls(_EMPTY, _EMPTY, (_EMPTY,) * ranks)
 
     @property
     def count(self) -> int:
@@ -86,10 +82,6 @@ class _RemoteDegrees:
     first: list[Tensor]  # store edge id of each node's first in-edge
     degree: list[Tensor]
 
-    @classmethod
-    def empty(cls, ranks: int) -> _RemoteDegrees:
-        return cls([_EMPTY] * ranks, [_EMPTY] * ranks)
-
 
 class DistNeighborSampler:
     """Collective, as is ``blocks``; one thread at a time may use it. Raises ConfigError for wrong fanouts."""
@@ -110,10 +102,8 @@ class DistNeighborSampler:
 
         ``skip_last_hop`` as in ``NeighborSampler.blocks``. Two rounds per hop, however many batches.
         """
-        batches = [
-            SampledBatch(key, {kind: SampledNodes.empty(self.world.size) for kind in self.own_nodes})
-            for _, key in seeds_and_keys
-        ]
+        no_nodes = SampledNodes(_EMPTY, _EMPTY, (_EMPTY,) * self.world.size)
+        batches = [SampledBatch(key, dict.fromkeys(self.own_nodes, no_nodes)) for _, key in seeds_and_keys]
         builders: list[BlockBuilder] = []
         try:
             for batch, frontiers, (seeds, key) in zip(
@@ -151,7 +141,9 @@ class _SamplingRounds:
         ranks = self._world.size
         # Positions requested by other ranks so far, [rank][batch][node type].
         self._requested: list[_ByBatch] = [[dict.fromkeys(self._kinds, _EMPTY) for _ in batches] for _ in range(ranks)]
-        self._degrees = [{kind: _RemoteDegrees.empty(ranks) for kind in self._neighbors} for _ in batches]
+        self._degrees = [
+            {kind: _RemoteDegrees([_EMPTY] * ranks, [_EMPTY] * ranks) for kind in self._neighbors} for _ in batches
+        ]
 
     def assign_owners(self) -> list[_ByBatch]:
         """Find the owners of the nodes reached last; the new ids [owner][batch][node type] of remote ones."""
@@ -176,21 +168,13 @@ class _SamplingRounds:
 
     def _send_requests(self, new_ids: list[_ByBatch]) -> list[_ByBatch]:
         """Send new ids to their owners; the positions [rank][batch][node type] newly requested from this rank."""
-        messages = []
-        for batches in new_ids:
-            buffer = ByteBuffer()
-            id_lists = [by_kind[kind] for by_kind in batches for kind in self._kinds]
-            buffer.write(torch.tensor([len(ids) for ids in id_lists], dtype=torch.int64))
-            for ids in id_lists:
-                buffer.write(ids)
-            messages.append(buffer.message)
+        lists = [[by_kind[kind] for by_kind in batches for kind in self._kinds] for batches in new_ids]
+        received = all_to_all_lists(self._world, lists, self._sampler.index_dtype, what="nodes to draw for")
         new: list[_ByBatch] = [[{} for _ in self._batches] for _ in range(self._world.size)]
-        for q, message in enumerate(all_to_all_bytes(self._world, messages, what="nodes to draw for")):
-            buffer = ByteBuffer(message)
-            lengths = iter(buffer.read(len(self._batches) * len(self._kinds), torch.int64).tolist())
+        for q, id_lists in enumerate(map(iter, received)):
             for m in range(len(self._batches)):
                 for kind in self._kinds:
-                    ids = buffer.read(next(lengths), self._sampler.index_dtype).long()
+                    ids = next(id_lists).long()
                     new[q][m][kind] = positions = self._sampler.own_nodes[kind].positions_of(ids)
                     self._requested[q][m][kind] = torch.cat([self._requested[q][m][kind], positions])
         return new

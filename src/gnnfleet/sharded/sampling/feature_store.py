@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
+from gnnfleet.comm.all_to_all import all_to_all_lists
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.ops.paging import drop_pages, prefetch_pages, read_rows
 from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap
@@ -19,8 +19,6 @@ from gnnfleet.sharded.sampling.neighbor_index import LocalNodes
 
 NamedTables = dict[str, dict[str, Tensor]]
 """{node type: {name of a table: rows}}."""
-
-_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,6 @@ class FeatureStore:
         return {name: read_rows(table, rows) for name, table in tables.items()}
 
     def drop_pages(self) -> None:
-        """Release the memory of pages read from paged tables."""
         for kind, name in self.paged:
             drop_pages(self.rows[kind][name])
 
@@ -98,20 +95,10 @@ class FeatureStore:
         """Send ids to their owners; by node type and rank, the rows of this partition that other ranks request."""
         world, kinds = self.ring.world, list(self.rows)
         ids_by_owner = {kind: torch.split(ids[kind], counts[kind]) for kind in kinds}
-        messages = []
-        for q in range(world.size):
-            buffer = ByteBuffer()
-            buffer.write(torch.tensor([counts[kind][q] for kind in kinds], dtype=torch.int64))
-            for kind in kinds:
-                buffer.write(ids_by_owner[kind][q])
-            messages.append(buffer.message)
-        requested: dict[str, list[Tensor]] = {kind: [_NO_ROWS] * world.size for kind in kinds}
-        for q, message in enumerate(all_to_all_bytes(world, messages, what="nodes whose rows are wanted")):
-            if q == world.rank:
-                continue
-            buffer = ByteBuffer(message)
-            lengths = buffer.read(len(kinds), torch.int64).tolist()
-            for kind, length in zip(kinds, lengths, strict=True):
+        lists = [[ids_by_owner[kind][q] for kind in kinds] for q in range(world.size)]
+        requested: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+        for id_lists in all_to_all_lists(world, lists, torch.int64, what="nodes whose rows are wanted"):
+            for kind, requested_ids in zip(kinds, id_lists, strict=True):
                 index = self.node_index[kind]
-                requested[kind][q] = index.rows[index.positions_of(buffer.read(length, torch.int64))]
+                requested[kind].append(index.rows[index.positions_of(requested_ids)])
         return requested

@@ -5,7 +5,6 @@ from __future__ import annotations
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.sampling.prefetch import auto_depth
 from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
-from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.strategy import REORDER_MIN_NODES
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, DEFAULT_FANOUT
@@ -46,14 +45,14 @@ def _full_batch(config: LocalConfig, context: PlanningContext) -> CostEstimate:
         loads[-1] = float(reach.sum()), float(num_edges)
     steps = count_batches(len(job.task.train_items(job.seed, 0)), config.batch_size)
     rows = sum(rows for rows, _ in loads) / layers
-    itemsize = PRECISIONS[job.precision].itemsize
+    itemsize = job.dtype.itemsize
     is_cached = caches_aggregate(job, config.cache_inputs)
     features = feature_bytes(graph) + feature_bytes(graph, itemsize) * (1 + 2 * is_cached)
     resident = features + graph.num_edges * 3 * BYTES_PER_EDGE
     tensors = trace_full_batch(context, config.cache_inputs).peak_bytes(int(rows))
     peak = max(MEMORY_SLACK * tensors, evaluation_bytes(job, graph.num_nodes))
     return CostEstimate(
-        settings={**config.model_dump(exclude_defaults=True), "name": "local"},
+        settings=config.settings_with(),
         kind="exact",
         workers=1,
         memory=profile.base_memory + resident + peak + WeightBytes.of(job.model).state(),
@@ -76,12 +75,12 @@ def _sampled(config: LocalConfig, context: PlanningContext) -> CostEstimate:
     )
     features = feature_bytes(job.graph)
     prefetch = auto_depth(int(features)) if config.prefetch == "auto" else config.prefetch
-    itemsize = PRECISIONS[job.precision].itemsize
+    itemsize = job.dtype.itemsize
     resident = features + is_cached * 2 * feature_bytes(job.graph, itemsize) + job.graph.num_edges * BYTES_PER_EDGE
     step = step_peak_bytes(job, blocks.views[0], is_cached=is_cached) + (1 + prefetch) * blocks.structure_bytes
     peak = max(step, evaluation_bytes(job, job.graph.num_nodes) + feature_bytes(job.graph, itemsize))
     return CostEstimate(
-        settings={**config.model_dump(exclude_defaults=True), "name": "local"},
+        settings=config.settings_with(),
         kind="sampled",
         workers=1,
         memory=profile.base_memory + resident + peak + WeightBytes.of(job.model).state(),

@@ -18,7 +18,7 @@ from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gather import gather
 from gnnfleet.strategies.batch_inputs import PreparedBatch, X, aggregate_tables, read_inputs
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.sampling_options import check_fanouts_per_layer, parse_fanouts
 from gnnfleet.tasks.base import Batch
@@ -38,11 +38,10 @@ class MiniBatchMaker:
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[PreparedBatch]:
         depth = self._config.prefetch
-        return prefetch_items(self._batches(epoch, first), self._auto_depth() if depth == "auto" else depth)
-
-    def _auto_depth(self) -> int:
-        nbytes = sum(x.numel() * x.element_size() for x in self._features.values())
-        return auto_depth(nbytes, processes=self._job.processes)
+        if depth == "auto":
+            nbytes = sum(x.numel() * x.element_size() for x in self._features.values())
+            depth = auto_depth(nbytes, processes=self._job.processes)
+        return prefetch_items(self._batches(epoch, first), depth)
 
     def _batches(self, epoch: int, first: int) -> Generator[PreparedBatch]:
         task, seed = self._job.task, self._job.seed
@@ -61,5 +60,5 @@ class MiniBatchMaker:
                 return self._readers[kind](ids, out=out)
             return gather(self._aggregates[kind, table], ids, out=out)
 
-        dtype: torch.dtype = PRECISIONS[self._job.precision]
+        dtype: torch.dtype = self._job.dtype
         return read_inputs(batch, views, read, features=self._features, aggregated=self._aggregated, dtype=dtype)

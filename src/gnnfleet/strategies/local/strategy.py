@@ -25,7 +25,7 @@ from gnnfleet.nn.layerwise import layer_bytes, layerwise_inference
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.batch_inputs import PreparedBatch
 from gnnfleet.strategies.input_cache import concat_columns, precompute_aggregate, should_cache_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, autocast
+from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.local.minibatches import MiniBatchMaker
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
@@ -119,9 +119,6 @@ class LocalStrategy(Reporting):
         with torch.no_grad():
             return self._job.task.measure(self.exact_lookup(), split)
 
-    def validate(self) -> dict[str, float]:
-        return self.evaluate("val")
-
     def exact_lookup(self) -> RowLookup:
         return self._row_lookup(self._outputs()[0], self._view)
 
@@ -146,10 +143,6 @@ class LocalStrategy(Reporting):
     def close(self) -> None:
         self._cached_outputs = None
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return PRECISIONS[self._job.precision]
-
     def _outputs(self) -> tuple[Any, Any]:
         """(output, input of the last layer), exact; cached until the weights change."""
         if self._cached_outputs is None:
@@ -169,7 +162,7 @@ class LocalStrategy(Reporting):
 
         def lookup(kind: str, ids: Tensor) -> Tensor:
             rows: Tensor = out[kind] if isinstance(out, dict) else out
-            return view.for_type(kind).gather_rows(rows, ids).to(self._dtype)
+            return view.for_type(kind).gather_rows(rows, ids).to(self._job.dtype)
 
         return lookup
 
@@ -193,7 +186,8 @@ class LocalStrategy(Reporting):
         tables = {}
         for kind, nodes in self._job.graph.nodes.items():
             x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-            tables[kind] = self._to_row_order(kind, x.to(self._dtype))
+            x = x.to(self._job.dtype)
+            tables[kind] = x if self._order is None else x[self._order[kind]]
         return tables if len(tables) > 1 else tables[self._target]
 
     def _precompute(self) -> Aggregate | None:
@@ -209,7 +203,7 @@ class LocalStrategy(Reporting):
         graph = self._job.graph
         widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
         numbers = sum(graph.nodes[kind.dst].count * widths[kind.src] for kind in graph.edges)
-        return self._config.fanouts is None or numbers * self._dtype.itemsize <= self._job.evaluation_memory
+        return self._config.fanouts is None or numbers * self._job.dtype.itemsize <= self._job.evaluation_memory
 
     def _choose_order(self) -> dict[str, Tensor] | None:
         order, is_sampled = self._config.order, self._config.is_sampled
@@ -239,9 +233,6 @@ class LocalStrategy(Reporting):
         if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return limit_destinations(self._view, self._target, int(reach.sum()))
-
-    def _to_row_order(self, kind: str, values: Tensor) -> Tensor:
-        return values if self._order is None else values[self._order[kind]]
 
     def _to_store_order(self, rows: Tensor) -> Tensor:
         if self._order is None:

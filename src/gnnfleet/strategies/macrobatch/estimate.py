@@ -17,7 +17,6 @@ from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.macrobatch.batch_count import WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.fetch import owned_items
@@ -50,8 +49,6 @@ def estimate(config: MacrobatchConfig, context: PlanningContext) -> list[CostEst
 
 @dataclass(frozen=True)
 class _ProbedBatches:
-    """Blocks of a worker's first batches."""
-
     blocks: ProbeBlocks
     remote_ids: Sequence[dict[str, Tensor]]  # by batch and node type, store ids of remote rows
     request_bytes: float  # bytes of requests and replies while a batch is sampled
@@ -124,7 +121,7 @@ class _EpochEstimator:
         """Bytes of a fetched row: features as stored, their aggregate, the degree."""
         x = self.job.graph.nodes[kind].x
         width = 0 if x is None else int(x.shape[1])
-        aggregate = width * PRECISIONS[self.job.precision].itemsize if self.is_cached else 0
+        aggregate = width * self.job.dtype.itemsize if self.is_cached else 0
         return (0 if x is None else width * x.element_size()) + aggregate + 8.0
 
     def _warmup_sample(self, probe: _ProbedBatches) -> WarmupSample:
@@ -138,7 +135,7 @@ class _EpochEstimator:
         id_overhead = 1 + 8 / max(self._row_bytes(kind) for kind in self.owner)
         fetched = [warmup.rows_per_fetch(batches) * fetches * id_overhead for warmup in self.warmups]
         sampled = [probe.request_bytes * self.steps for probe in self.probes]
-        sums = self.steps * (weights.allreduce + PRECISIONS[self.job.precision].itemsize)
+        sums = self.steps * (weights.allreduce + self.job.dtype.itemsize)
         hops = self.job.model.num_layers - self.is_cached
         rounds = (fetches * (2 * hops + 2) + 2 * self.steps) * several
         work = max(profile.block_seconds * probe.blocks.num_edges_and_rows for probe in self.probes)
@@ -147,11 +144,7 @@ class _EpochEstimator:
         fetching = self.steps * sampling + transfer
         layers = self.steps * (work + profile.allreduce_seconds(weights.replicated))
         return CostEstimate(
-            settings={
-                **self.config.model_dump(exclude_defaults=True),
-                "name": "macrobatch",
-                "batches_per_fetch": batches,
-            },
+            settings=self.config.settings_with(batches_per_fetch=batches),
             kind="sampled",
             workers=workers,
             memory=max(self._memory(rank, batches) for rank in range(workers)),
@@ -168,7 +161,7 @@ class _EpochEstimator:
         shard = self.context.parts()[rank]
         rows = sum(shard.nodes(kind).count for kind in shard.node_types)
         share = rows / max(1, job.graph.num_nodes)
-        itemsize = PRECISIONS[job.precision].itemsize
+        itemsize = job.dtype.itemsize
         features = feature_bytes(job.graph) + self.is_cached * 2 * feature_bytes(job.graph, itemsize)
         partition = share * (features + job.graph.num_edges * BYTES_PER_PART_EDGE)
         macrobatches = self.warmups[rank].bytes(batches, prefetch=self.prefetch, lookahead=0)

@@ -44,8 +44,6 @@ class FetchStats:
 
 @dataclass(frozen=True, eq=False)
 class MacrobatchPlan:
-    """A macrobatch whose blocks are sampled."""
-
     batches: Sequence[Batch]
     sampled: Sequence[SampledBatch]
     remote_ids: Mapping[str, Tensor]  # by node type, ascending store ids of the remote rows it reads
@@ -55,8 +53,6 @@ class MacrobatchPlan:
 
 @dataclass(frozen=True, eq=False)
 class MacrobatchData:
-    """A macrobatch ready for its steps."""
-
     plan: MacrobatchPlan
     rows: Mapping[str, Mapping[str, Tensor]]  # by node type and table, the remote rows
     positions: Mapping[str, Tensor]  # by node type, the position in ``rows`` of each of ``plan.remote_ids``
@@ -105,7 +101,6 @@ class MacrobatchFetcher:
             yield self.fetch(plans.popleft(), list(plans))
 
     def sample(self, batches: Sequence[Batch]) -> MacrobatchPlan:
-        """Sample the blocks of one macrobatch."""
         sampled = self.sampler.sample(batches)
         if self.columns is not None:
             first_blocks = self.columns.exchange_blocks(self.features.ring.world, sampled)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
+from gnnfleet.comm.all_to_all import all_to_all_lists
 from gnnfleet.comm.collectives import barrier
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.comm.shared_memory import share_memory
@@ -32,32 +32,15 @@ class HostRequests:
     union: Tensor  # [U] the distinct ids of these lists
 
 
-@dataclass(frozen=True, eq=False)
-class CacheSlots:
-    """The policy of one node type, and the rows in its slots by table, [capacity, F]."""
-
-    cache: RowCache
-    rows: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class _HostFetch:
-    """One fetch of one node type. Positions in ``union`` unless said otherwise."""
-
-    requests: HostRequests
-    missing: Tensor  # [·] ids that no slot has
-    is_local: Tensor  # [U] bool: requested by this worker
-    output_at: Tensor  # [U] positions in this worker's list of ids, -1 for ids of other workers
-
-
 class HostCache:
     """Collective: all ranks of the run construct and call it together, those of a host with the same settings."""
 
     def __init__(self, tables: FeatureStore, host: World, ranks: Sequence[int], caches: Mapping[str, RowCache]) -> None:
-        self.tables, self.host = tables, host
+        self.tables, self.host, self.caches = tables, host, caches
         self._host_ranks = torch.tensor(list(ranks))
         self._ring = RingExchange(host, max(1, host.size), 0, tables.ring.new_buffer)
-        self.slots = {kind: CacheSlots(cache, self._allocate(kind, cache.capacity)) for kind, cache in caches.items()}
+        # By node type and table, [capacity, F]: the rows in the slots.
+        self._slots = {kind: self._allocate(kind, cache.capacity) for kind, cache in caches.items()}
 
     def _allocate(self, kind: str, capacity: int) -> dict[str, Tensor]:
         slots, start = {}, 0
@@ -70,17 +53,14 @@ class HostCache:
 
     def exchange_requests(self, ids: Mapping[str, Tensor]) -> dict[str, HostRequests]:
         """Exchange the requested ids with the workers of this host; one round among them."""
-        on_host, buffer = {}, ByteBuffer()
-        for kind, requested in ids.items():
-            on_host[kind] = torch.isin(self.tables.owners.owner_of(kind, requested), self._host_ranks)
-            remote = requested[~on_host[kind]]
-            buffer.write(torch.tensor([len(remote)]))
-            buffer.write(remote)
-        messages = all_to_all_bytes(self.host, [buffer.message] * self.host.size, what="requests of this host")
-        received = [ByteBuffer(message) for message in messages]
+        on_host = {
+            kind: torch.isin(self.tables.owners.owner_of(kind, requested), self._host_ranks)
+            for kind, requested in ids.items()
+        }
+        remote = [requested[~on_host[kind]] for kind, requested in ids.items()]
+        lists = all_to_all_lists(self.host, [remote] * self.host.size, torch.int64, what="requests of this host")
         requests = {}
-        for kind in ids:
-            by_worker = tuple(buffer.read(int(buffer.read(1, torch.int64)), torch.int64) for buffer in received)
+        for kind, by_worker in zip(ids, zip(*lists, strict=True), strict=True):
             positions = on_host[kind].nonzero()[:, 0], (~on_host[kind]).nonzero()[:, 0]
             requests[kind] = HostRequests(*positions, by_worker, torch.unique(torch.cat(by_worker)))
         return requests
@@ -93,8 +73,8 @@ class HostCache:
     ) -> tuple[NamedTables, dict[str, int], int]:
         """(rows of ``ids``, numbers of rows this worker fetched for this host by node type, hits of this worker)."""
         decisions = {
-            kind: slots.cache.step(requests[kind].union, [later[kind].union for later in future])
-            for kind, slots in self.slots.items()
+            kind: cache.step(requests[kind].union, [later[kind].union for later in future])
+            for kind, cache in self.caches.items()
         }
         missing = {kind: (decision.slots < 0).nonzero()[:, 0] for kind, decision in decisions.items()}
         shares = {kind: self._share(positions, self.host.rank) for kind, positions in missing.items()}
@@ -118,9 +98,9 @@ class HostCache:
             for name, table in fetched[kind].items():
                 out = self.tables.ring.new_buffer((len(requested), int(table.shape[1])), table.dtype)
                 gather(table, arrived[:num_direct], out=out, at=request.same_host)
-                gather(self.slots[kind].rows[name], decision.slots[hits], out=out, at=output_at[hits])
+                gather(self._slots[kind][name], decision.slots[hits], out=out, at=output_at[hits])
                 rows[kind][name] = out
-            self._swap(_HostFetch(request, missing[kind], is_local, output_at), share, rows[kind])
+            self._swap(request, missing[kind], output_at, share, rows[kind])
             barrier(self.host)  # all workers have read their hits
             self._admit(kind, decision.admitted, decision.target_slots, missing[kind], share)
         barrier(self.host)  # all workers have written their slots
@@ -130,13 +110,23 @@ class HostCache:
         """The missing ids that a worker of this host fetches."""
         return missing[worker :: self.host.size]
 
-    def _swap(self, fetch: _HostFetch, share: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Exchange the fetched rows among the workers of this host."""
-        rank, requests = self.host.rank, fetch.requests
-        fetched = self._share(fetch.missing, rank)
+    def _swap(
+        self,
+        requests: HostRequests,
+        missing: Tensor,
+        output_at: Tensor,
+        share: Mapping[str, Tensor],
+        out: Mapping[str, Tensor],
+    ) -> None:
+        """Exchange the fetched rows among the workers of this host.
+
+        ``missing`` are positions in ``union``; ``output_at`` [U] has those in ``out``, −1 for ids of other workers.
+        """
+        rank = self.host.rank
+        fetched = self._share(missing, rank)
         send = tuple(_is_among(requests.union, ids)[fetched].nonzero()[:, 0] for ids in requests.ids_by_worker)
-        shares = [self._share(fetch.missing, q) for q in range(self.host.size)]
-        receive = [positions[fetch.is_local[positions]] for positions in shares]
+        shares = [self._share(missing, q) for q in range(self.host.size)]
+        receive = [positions[output_at[positions] >= 0] for positions in shares]
         plan = ExchangePlan(
             tuple(rows[:0] if q == rank else rows for q, rows in enumerate(send)),
             tuple(0 if q == rank else len(rows) for q, rows in enumerate(receive)),
@@ -145,7 +135,7 @@ class HostCache:
         def on_rows(q: int, received: list[Tensor]) -> None:
             for table, rows in zip(out.values(), received, strict=True):
                 picked = send[q] if q == rank else torch.arange(len(rows))
-                gather(rows, picked, out=table, at=fetch.output_at[receive[q]])
+                gather(rows, picked, out=table, at=output_at[receive[q]])
 
         self._ring.run([RowTable(plan, share[name]) for name in out], on_rows, op="rows for this host")
 
@@ -154,7 +144,7 @@ class HostCache:
         number = torch.searchsorted(missing, admitted)
         is_local = number % self.host.size == self.host.rank
         for name, rows in share.items():
-            gather(rows, number[is_local] // self.host.size, out=self.slots[kind].rows[name], at=slots[is_local])
+            gather(rows, number[is_local] // self.host.size, out=self._slots[kind][name], at=slots[is_local])
 
 
 def _padded(table: Tensor) -> int:

@@ -32,7 +32,7 @@ from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler, SampledBatch
 from gnnfleet.sharded.sampling.feature_store import FeatureStore
 from gnnfleet.strategies.batch_inputs import X, aggregate_tables, read_inputs
-from gnnfleet.strategies.job import PRECISIONS, Job, autocast
+from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.macrobatch.batch_count import WARMUP_BATCHES, WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
@@ -131,7 +131,7 @@ class MacrobatchStrategy(PartitionedStrategy):
     def _step(self, reader: BatchReader) -> float:
         """Take one optimizer step; the mean loss of the batch over all ranks."""
         self.model.train()
-        views, dtype = reader.sampled.views, PRECISIONS[self._job.precision]
+        views, dtype = reader.sampled.views, self._job.dtype
         with autocast(self._job.precision):
             if self._columns is None:
                 tables = self._features.rows
@@ -208,7 +208,7 @@ class MacrobatchStrategy(PartitionedStrategy):
         """Cached aggregates take as much memory as features in the run's precision: ``auto`` allows a quarter of the
         memory on every rank."""
         nodes = [require_shard(job).nodes(kind).x for kind in require_shard(job).node_types]
-        nbytes = sum(len(x) * x.shape[1] * PRECISIONS[job.precision].itemsize for x in nodes if x is not None)
+        nbytes = sum(len(x) * x.shape[1] * job.dtype.itemsize for x in nodes if x is not None)
         if self._config.split == "columns":
             return False
         return False if option == "auto" and _any(job.world, nbytes > self._memory // 4) else option
@@ -232,7 +232,7 @@ class MacrobatchStrategy(PartitionedStrategy):
 
     def _converted(self, rows: Tensor) -> Tensor:
         """Convert features that are too large for memory on disk; evaluation reads them there."""
-        dtype = PRECISIONS[self._job.precision]
+        dtype = self._job.dtype
         if rows.dtype == dtype or not is_mapped(rows) or self._fits_memory(rows.numel() * dtype.itemsize):
             return super()._converted(rows)
         return spill_to_disk(rows, dtype, require_shard(self._job).bundle.path)
@@ -245,7 +245,6 @@ class MacrobatchStrategy(PartitionedStrategy):
     # -- tables --
 
     def _redistribute_columns(self) -> FeatureColumns:
-        """This rank's columns of all features."""
         (kind,) = self._view.nodes
         x = require_shard(self._job).nodes(kind).x
         assert x is not None, "checked when the strategy was built"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
-from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import (
     ClusterProfile,
@@ -49,9 +48,8 @@ def _estimate_grid(
         exchanges = sum(layer.exchanges for layer in model.layers)
         rounds += grid.chunks_per_partition * exchanges // grid.stages + 1
     stages = ", ".join(str(len(stage)) for stage in epoch.layers)
-    chosen = {"name": "pipe", "graph_parallel": grid.graph_parallel, "chunks": grid.chunks}
     return CostEstimate(
-        settings={**config.model_dump(exclude_defaults=True), **chosen},
+        settings=config.settings_with(graph_parallel=grid.graph_parallel, chunks=grid.chunks),
         kind="exact" if grid.is_exact else "approximate",
         workers=context.workers,
         memory=max(_memory(config, context, model, grid, stage) for stage in epoch.layers),
@@ -65,7 +63,7 @@ def _estimate_grid(
 def _memory(config: PipeConfig, context: PlanningContext, model: ModelCost, grid: GridCandidate, stage: range) -> float:
     """Bytes of a worker: activations of its layers for the rows of a partition, and the history of these rows."""
     job = context.job
-    graph, itemsize = job.graph, PRECISIONS[job.precision].itemsize
+    graph, itemsize = job.graph, job.dtype.itemsize
     rows = graph.num_nodes / grid.graph_parallel
     halo = sum(grid.halo_rows) / 2 / grid.graph_parallel
     activations = trace_full_batch(context, "auto").peak_bytes(int(rows)) * len(stage) / job.model.num_layers

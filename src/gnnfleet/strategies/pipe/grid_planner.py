@@ -142,8 +142,6 @@ def feasible_grids(grids: Sequence[GridCandidate], layers: int, *, batch_norm: b
 
 @dataclass(frozen=True)
 class GridEstimate:
-    """An epoch of a candidate."""
-
     candidate: GridCandidate
     layers: tuple[range, ...]  # of each stage
     seconds: float

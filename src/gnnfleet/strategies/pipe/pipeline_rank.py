@@ -21,7 +21,7 @@ from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_o
 from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
 from gnnfleet.strategies.input_cache import precompute_aggregate, should_cache_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.grid_planner import GridEstimate, Owners
 from gnnfleet.strategies.pipe.schedule import chunk_order
@@ -34,7 +34,7 @@ def partition_features(job: Job, partition: ChunkedPartition, rows: slice = slic
     """[·, F] features of rows of a partition, in the precision of the run."""
     nodes = job.graph.nodes[partition.node_type]
     x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-    return x[partition.store_ids[rows]].to(PRECISIONS[job.precision])
+    return x[partition.store_ids[rows]].to(job.dtype)
 
 
 def should_cache_inputs(config: PipeConfig, job: Job) -> bool:
@@ -90,7 +90,6 @@ class PipelineRank:
         self.stage, self._inference_stage = self._linked(stage, codec), self._linked(stage, exact)
 
     def _linked(self, stage: Stage, codec: WireCodec) -> Stage:
-        """The stage with links to the previous and the next one."""
         world, ranks, number = self._job.world, self._rank_of_stage, self.stage_number
         previous_link = StageLink(world, ranks[number - 1], codec) if number else None
         next_link = None if self.is_last else StageLink(world, ranks[number + 1], codec)
@@ -120,8 +119,7 @@ class PipelineRank:
         return self.layout.position[ids] - self.partition.low
 
     def row_lookup(self, out: Tensor) -> RowLookup:
-        """Lookup of rows of the partition's output by store id."""
-        return lambda kind, ids: take_rows(out, self.rows_of(ids)).to(PRECISIONS[self._job.precision])
+        return lambda kind, ids: take_rows(out, self.rows_of(ids)).to(self._job.dtype)
 
     def loss_fn(self, epoch: int, key: DrawKey, count: int) -> LossFn:
         """The loss of a step, divided by the number of items of all partitions."""

@@ -53,9 +53,7 @@ class CpuShare:
     @classmethod
     def detect(cls, world: World) -> CpuShare:
         """Collective. The cores of this process, and the threads of all ranks on them."""
-        cores = (
-            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-        )
+        cores = sorted(os.sched_getaffinity(0))
         # Simulated hosts of one machine share its cores; containers have limits of their own.
         host, threads = [ProcessInfo.current().pids, cores], torch.get_num_threads()
         by_rank = all_gather_json(world, [host, threads])

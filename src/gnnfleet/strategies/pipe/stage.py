@@ -30,8 +30,6 @@ _ChunkGraph = tuple[list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Layers of a model on one rank."""
-
     model: Model
     layers: range
     number: int

@@ -22,7 +22,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.timeline_svg import draw_schedule
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.pipe.gradient_check import ExactnessMonitor
@@ -102,7 +102,6 @@ class PipeStrategy(Reporting):
             torch.set_num_threads(threads)
 
     def _exact_grid(self) -> GridEstimate | None:
-        """The fastest exact grid."""
         exact = [estimate for estimate in self._estimates if estimate.candidate.is_exact]
         return choose_grid(exact)[0] if exact else None
 
@@ -239,9 +238,6 @@ class PipeStrategy(Reporting):
                 measures = rank.task.measure(rank.row_lookup(out), split)
         return dict(all_gather_json(self._uncounted, measures)[self._output_rank])
 
-    def validate(self) -> dict[str, float]:
-        return self.evaluate("val")
-
     def predict(self, *, embeddings: bool = False) -> Prediction:
         count = self._job.graph.num_nodes if self._world.is_first else 0
         return self.predict_nodes(torch.arange(count), embeddings=embeddings)
@@ -259,7 +255,7 @@ class PipeStrategy(Reporting):
         ids_by_rank = all_gather_rows(self._uncounted, ids)
         all_ids = torch.cat(ids_by_rank)
         width = all_gather_json(self._uncounted, int(rows.shape[1]))[self._output_rank]
-        fetched = torch.zeros(len(all_ids), width, dtype=PRECISIONS[self._job.precision])
+        fetched = torch.zeros(len(all_ids), width, dtype=self._job.dtype)
         rank = self._pipeline_rank
         if rank is not None and rank.is_last:
             rows_of_ids = rank.rows_of(all_ids)

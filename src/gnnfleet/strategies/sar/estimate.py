@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.sharded.full_batch.active_row_counts import ActiveRowCounts, LayerLoad, count_active_rows
 from gnnfleet.sharded.step_tracer import RouteKey, StepTrace, TracedExchange
 from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.sar.config import SarConfig
 from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds
 from gnnfleet.strategies.step_costs import WeightBytes, trace_full_batch
@@ -36,8 +34,6 @@ def _choices(config: SarConfig, workers: int, trace: StepTrace) -> list[MemoryCh
 
 
 class _StepEstimator:
-    """A step on every partition."""
-
     def __init__(self, config: SarConfig, context: PlanningContext) -> None:
         self.config, self.context, self.job = config, context, context.job
         self.shards: Sequence[Shard] = context.parts()
@@ -66,12 +62,14 @@ class _StepEstimator:
         seconds = max(self._seconds(*work_and_bytes, rounds, choice) for work_and_bytes in zip(work, sent, strict=True))
         weights = WeightBytes.of(self.job.model)
         # Gradients and the number of ranks that have each, the count of items, the loss, sums over all nodes, a norm.
-        itemsize = PRECISIONS[self.job.precision].itemsize
+        itemsize = self.job.dtype.itemsize
         clips = bool(self.job.train.clip and weights.embedding_rows)
         extra = weights.allreduce + 8 + itemsize * (1 + clips) + sum(self.trace.sums)
         several = workers > 1
         return CostEstimate(
-            settings=self._settings(choice),
+            settings=self.config.settings_with(
+                group=choice.group, prefetch=choice.prefetch, cache_for_backward=bool(choice.cached_layers)
+            ),
             kind="exact",
             workers=workers,
             memory=max(self._needs(rank).bytes(choice) for rank in ranks),
@@ -81,28 +79,17 @@ class _StepEstimator:
             reasons=self._reasons(work, sent, rounds),
         )
 
-    def _settings(self, choice: MemoryChoice) -> dict[str, Any]:
-        return {
-            **self.config.model_dump(exclude_defaults=True),
-            "name": "sar",
-            "group": choice.group,
-            "prefetch": choice.prefetch,
-            "cache_for_backward": bool(choice.cached_layers),
-        }
-
     def _loads(self, rank: int) -> list[LayerLoad]:
         return [level[rank] for level in self.levels]
 
     def _sent_bytes(self, exchange: TracedExchange, rank: int, choice: MemoryChoice) -> int:
-        """Bytes that a rank sends in an exchange."""
         load, row_bytes = self.levels[exchange.layer][rank], self._encoded_bytes
         sent = () if exchange.is_refetch and exchange.layer in choice.cached_layers else exchange.sent_bytes
         total = sum(sum(load.sent_rows[route]) * row_bytes(size) for route, size in sent)
         return total + sum(sum(load.received_rows[route]) * row_bytes(size) for route, size in exchange.returned_bytes)
 
     def _encoded_bytes(self, nbytes: int) -> int:
-        """Bytes of a row in the wire format."""
-        dtype = PRECISIONS[self.job.precision]
+        dtype = self.job.dtype
         return sum(width * kind.itemsize for width, kind in self.codec.encoded_shapes(nbytes // dtype.itemsize, dtype))
 
     def _seconds(self, work: float, sent: float, rounds: int, choice: MemoryChoice) -> float:
@@ -135,7 +122,7 @@ class _StepEstimator:
             features += 0 if x is None else shard.nodes(kind).count * int(x.shape[1])
         edges = max(load.edges for load in levels)
         active_edges = sum(load.edges for load in levels if load.edges < edges)
-        itemsize = PRECISIONS[self.job.precision].itemsize
+        itemsize = self.job.dtype.itemsize
         return features * itemsize * FEATURE_BYTES + edges * BYTES_PER_SAR_EDGE + active_edges * BYTES_PER_ACTIVE_EDGE
 
     def _reasons(self, work: Sequence[float], sent: Sequence[int], rounds: int) -> tuple[str, ...]:

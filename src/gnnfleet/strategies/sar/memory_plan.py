@@ -21,8 +21,6 @@ from gnnfleet.units import format_size
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """Settings of the exchanges of a step."""
-
     group: int
     prefetch: int
     cached_layers: tuple[int, ...] = ()  # layers whose fetched rows are cached for backward
@@ -34,8 +32,6 @@ class MemoryChoice:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Memory of a step on this rank."""
-
     resident: float  # bytes in use before the step
     peak_bytes: float  # of a step, without remote rows
     trace: StepTrace

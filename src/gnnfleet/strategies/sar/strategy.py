@@ -18,15 +18,15 @@ from torch import Tensor
 from gnnfleet.comm.collectives import max_over_ranks
 from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.halo_exchange import RingExchange
-from gnnfleet.nn.base import Aggregate, Model
+from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import trace_step
-from gnnfleet.strategies.input_cache import concat_columns, precompute_aggregate
-from gnnfleet.strategies.job import PRECISIONS, Job, autocast
+from gnnfleet.strategies.input_cache import concat_columns
+from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sar.config import SarConfig
@@ -101,13 +101,9 @@ class SarStrategy(PartitionedStrategy):
         return choice
 
     def _memory_needs(self) -> MemoryNeeds:
-        option, dtype = self._config.cache_inputs, PRECISIONS[self._job.precision]
-
-        def precompute(model: Model, view: RingView, x: Any) -> Aggregate | None:
-            return None if self._aggregated is None else precompute_aggregate(option, model, view, x)
-
+        is_cached = self._aggregated is not None
         with autocast(self._job.precision):
-            trace = trace_step(self.model, require_shard(self._job), dtype, precompute)
+            trace = trace_step(self.model, require_shard(self._job), self._job.dtype, is_cached=is_cached)
         rows = sum(len(nodes.node_ids) for nodes in self._view.nodes.values())
         if self._active_rows is not None:  # a layer computes the rows of its level
             computed = self._active_rows.totals[1:]

@@ -62,12 +62,8 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     @property
     def requested_layout(self) -> ParallelLayout:
         """Layout with 0 for each degree that is planned."""
-        return ParallelLayout(
-            *(
-                0 if size == "auto" else size
-                for size in (self.batch_parallel, self.epoch_parallel, self.memory_parallel)
-            )
-        )
+        degrees = self.batch_parallel, self.epoch_parallel, self.memory_parallel
+        return ParallelLayout(*(0 if degree == "auto" else degree for degree in degrees))
 
     @property
     def single_trainer(self) -> TemporalConfig:

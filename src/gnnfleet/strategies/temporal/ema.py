@@ -29,7 +29,6 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the EMA after an optimizer step."""
         if not self._decay:
             return
         weights = [weight.detach() for weight in self._parameters.values()]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gnnfleet.strategies.estimates import LATENCY, CostEstimate, EventPlanningContext, TrialTiming
-from gnnfleet.strategies.job import PRECISIONS
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.layout_planner import CaptureCurve, all_layouts
 from gnnfleet.strategies.temporal.schedule import ParallelLayout, Schedule
@@ -46,7 +45,7 @@ class _LayoutPlanner:
         weights = list(context.job.model.parameters())
         self._weight_bytes = sum(weight.nbytes for weight in weights)
         # A sum of gradients also counts, for each parameter, the ranks that have one; loss and events travel with it.
-        tail = (len(weights) + 3) * PRECISIONS[context.job.precision].itemsize
+        tail = (len(weights) + 3) * context.job.dtype.itemsize
         self._allreduce_bytes = self._weight_bytes + tail
 
     def _steps(self, layout: ParallelLayout) -> int:
@@ -57,10 +56,8 @@ class _LayoutPlanner:
         timings: dict[ParallelLayout, TrialTiming] = {}
         for layout in layouts:
             if not self._steps(layout):
-                reason = (
-                    f"{len(self._bounds) - 1} batches are too few for {layout.workers} trainers: set a smaller batch"
-                )
-                timings[layout] = TrialTiming(refused=f"{reason} size")
+                count = f"{len(self._bounds) - 1} batches are too few for {layout.workers} trainers"
+                timings[layout] = TrialTiming(refused=f"{count}: set a smaller batch size")
         tried = [layout for layout in layouts if layout not in timings]
         candidates = [
             (self._config.model_copy(update={**vars(layout), "static": False}), self._steps(layout)) for layout in tried
@@ -82,7 +79,6 @@ class _LayoutPlanner:
 
     def estimate(self, layout: ParallelLayout, timing: TrialTiming) -> CostEstimate:
         steps = self._steps(layout)
-        settings = {**self._config.model_dump(exclude_defaults=True), "name": "temporal", **vars(layout)}
         batch = max(high - low for low, high in pairwise(self._bounds))
         exact = layout.epoch_parallel == layout.memory_parallel == 1
         reasons = [f"{steps} steps of {timing.seconds / max(1, steps):.2g} s on batches of {batch} events"]
@@ -90,7 +86,7 @@ class _LayoutPlanner:
             batches = layout.epoch_parallel * layout.memory_parallel
             reasons.append(f"a step averages the gradients of {batches} batches: fewer and larger steps")
         return CostEstimate(
-            settings=settings,
+            settings=self._config.settings_with(**vars(layout)),
             kind="exact" if exact else "approximate",
             workers=layout.workers,
             memory=timing.memory,

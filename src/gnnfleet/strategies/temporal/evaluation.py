@@ -36,6 +36,9 @@ QUERIES_AT_ONCE, PAIRS_AT_ONCE = 1 << 15, 1 << 17
 """Queries built at a time, and pairs scored at a time if each node is queried once per batch. They limit memory and do
 not change results."""
 
+Range = tuple[int, int]
+"""Numbers of the first event and of the one after the last."""
+
 
 @dataclass(frozen=True, eq=False)
 class EventEvaluator:
@@ -71,13 +74,7 @@ class EventEvaluator:
         return metrics | self._edgebank(split, full=full)
 
     def _ranked(
-        self,
-        memory: NodeMemory,
-        static: Tensor | None,
-        share: tuple[int, int],
-        global_batch: tuple[int, int],
-        *,
-        full: bool,
+        self, memory: NodeMemory, static: Tensor | None, share: Range, global_batch: Range, *, full: bool
     ) -> Tensor:
         """[n, 4] float64: number, logit, logit of one negative, and rank of each event."""
         low, high = share
@@ -100,12 +97,12 @@ class EventEvaluator:
         for low, high in itertools.pairwise(bounds):
             self._replay_batch(memory, low, high)
 
-    def _batches(self, part: EventStream) -> Iterator[tuple[int, int]]:
+    def _batches(self, part: EventStream) -> Iterator[Range]:
         bounds = part.batches(self.batch, keep_ties=False)
         for low, high in itertools.pairwise(bounds):
             yield part.first + low, part.first + high
 
-    def _shares(self, part: EventStream) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    def _shares(self, part: EventStream) -> Iterator[tuple[Range, Range]]:
         """Yield (this rank's share of a batch, the batch)."""
         rank, size = self.world.rank, self.world.size
         for low, high in self._batches(part):
@@ -116,12 +113,7 @@ class EventEvaluator:
             replay(self.model, self.task.stream, memory, low, high)
 
     def _scores(
-        self,
-        memory: NodeMemory,
-        static: Tensor | None,
-        share: tuple[int, int],
-        global_batch: tuple[int, int],
-        candidates: Tensor,
+        self, memory: NodeMemory, static: Tensor | None, share: Range, global_batch: Range, candidates: Tensor
     ) -> tuple[Tensor, Tensor]:
         """([n], [n, K]) logits of events and of candidate destinations: [K] for all events, or [n, K]."""
         low, high = share
@@ -133,23 +125,17 @@ class EventEvaluator:
             last = min(first + size, high)
             is_shared = candidates.dim() == 1
             chunk = candidates.expand(last - first, -1) if is_shared else candidates[first - low : last - low]
-            batch, z = self._embedded(memory, static, first, last, chunk, global_batch)
+            batch, z = self._embedded(memory, static, (first, last), global_batch, chunk)
             with torch.no_grad(), autocast(self.precision):
                 scores.append(link_scores(self.model, z, batch.count, batch.pairs))
         positive, negative = zip(*scores, strict=True)
         return torch.cat(positive), torch.cat(negative)
 
     def _embedded(
-        self,
-        memory: NodeMemory,
-        static: Tensor | None,
-        low: int,
-        high: int,
-        candidates: Tensor,
-        global_batch: tuple[int, int],
+        self, memory: NodeMemory, static: Tensor | None, share: Range, global_batch: Range, candidates: Tensor
     ) -> tuple[EventBatch, Tensor]:
         self.model.eval()
-        batch = self.builder.batch(low, high, candidates, global_batch=global_batch)
+        batch = self.builder.batch(*share, candidates, global_batch=global_batch)
         with torch.no_grad(), autocast(self.precision):
             updated, _ = update_memory(self.model, self.task.stream, batch, memory.read(batch.block.nodes))
             return batch, embed(self.model, batch, updated, static, DrawKey())
@@ -167,7 +153,7 @@ class EventEvaluator:
 
     def _logits(self, memory: NodeMemory, static: Tensor | None, low: int, high: int) -> Tensor:
         no_candidates = torch.empty(high - low, 0, dtype=torch.int64)
-        batch, z = self._embedded(memory, static, low, high, no_candidates, (low, high))
+        batch, z = self._embedded(memory, static, (low, high), (low, high), no_candidates)
         assert isinstance(self.model.decoder, ClassDecoder)
         with torch.no_grad(), autocast(self.precision):
             logits: Tensor = self.model.decoder(z[: batch.count], z[batch.count :])

@@ -55,8 +55,6 @@ class CaptureCurve:
 
 @dataclass(frozen=True)
 class TrainerResources:
-    """Workers and memory for trainers."""
-
     trainers_by_host: tuple[int, ...]  # number of workers, in the order of ranks
     copy_bytes: int  # of a node memory
     memory_limit: int  # bytes per machine for node memories
@@ -91,7 +89,6 @@ def choose_layout(resources: TrainerResources, batch: int, requested: ParallelLa
 
 
 def all_layouts(workers: int) -> list[ParallelLayout]:
-    """List all layouts with a number of workers."""
     divisors = [d for d in range(1, workers + 1) if workers % d == 0]
     return [ParallelLayout(i, j, workers // i // j) for i in divisors for j in divisors if workers // i % j == 0]
 

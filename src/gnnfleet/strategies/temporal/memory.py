@@ -82,10 +82,6 @@ class NodeMemory:
         tables["memory"][ids] = update.memory
         tables["mail"][ids] = update.mail
 
-    def copy(self) -> NodeMemory:
-        """Copy all tables."""
-        return NodeMemory({name: table.clone() for name, table in self.tables.items()})
-
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors, not copies."""
         return dict(self.tables)

@@ -32,8 +32,6 @@ class BatchBuilder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class WorkItem:
-    """Work of a trainer in an iteration."""
-
     iteration: int
     plan: IterationPlan
     batch: EventBatch | None = None  # its share; None: idle, or the batch has fewer events than trainers
@@ -42,8 +40,6 @@ class WorkItem:
 
 @dataclass(frozen=True, eq=False)
 class CachedRead:
-    """Memory rows that were read for a batch in an iteration."""
-
     iteration: int
     ids: Tensor
     rows: MemoryRows

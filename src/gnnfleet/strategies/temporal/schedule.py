@@ -36,8 +36,6 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """Work of a trainer in an iteration."""
-
     memory_copy: int
     sweep: int  # of its memory, from 0; the first sweep of most memories starts within the stream
     phase: int  # iterations into the sweep

@@ -9,6 +9,7 @@ of step. All waiting is done by collectives, with their timeouts, failure detect
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class SharedNodeMemory:
         self._next_iteration = buffer[: 8 * sharers].view(torch.int64)  # [i] the iteration after each last write
         tables = {}
         for name, shape, dtype, nbytes in sizes:
-            tables[name] = buffer[offset : offset + nbytes].view(dtype)[: _count(shape)].view(shape)
+            tables[name] = buffer[offset : offset + nbytes].view(dtype)[: prod(shape)].view(shape)
             offset += nbytes
         self.memory = NodeMemory(tables)
         if self.trainers.is_first:
@@ -73,9 +74,5 @@ class SharedNodeMemory:
         self._next_iteration[self._sharers.rank] = iteration + 1
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
-
-
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-_count(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+    return -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED

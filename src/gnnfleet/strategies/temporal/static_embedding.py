@@ -15,7 +15,7 @@ from torch import Tensor
 from gnnfleet.graph.sampling.batches import epoch_batches
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
-from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
+from gnnfleet.strategies.job import EventJob, autocast
 from gnnfleet.strategies.optim import Adam
 from gnnfleet.strategies.temporal.batch_step import NeighborhoodBuilder, draw_ids, query_times
 from gnnfleet.strategies.temporal.config import TemporalConfig
@@ -28,7 +28,7 @@ STATIC_NEGATIVE_SET = 0xFFFF
 def train_static_embedding(config: TemporalConfig, job: EventJob, builder: NeighborhoodBuilder) -> Tensor:
     """Train the table [V, D]; it depends on the seed and the training events only."""
     task, stream, train = job.task, job.task.stream, job.task.parts["train"]
-    width, dtype = job.model.width, PRECISIONS[job.precision]
+    width, dtype = job.model.width, job.dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         model_config = job.model.config.model_copy(update={"name": "tgat", "pairs": False})
@@ -61,11 +61,11 @@ def _step(
 ) -> None:
     stream = task.stream
     src, dst, t = stream.src[numbers], stream.dst[numbers], stream.t[numbers]
-    negatives = task.negatives_of(numbers, sweep=key.epoch, number=STATIC_NEGATIVE_SET)
+    negatives = task.sample_negatives(numbers, sweep=key.epoch, number=STATIC_NEGATIVE_SET)
     nodes = torch.cat([src, dst, negatives.flatten()])
     block = builder.block(nodes, query_times(t, negatives), draw_ids(numbers, negatives), sweep=key.epoch)
     model.train()
     with autocast(precision):
         z = model.embed(block, table[block.nodes], key)
-        loss, count = task.loss_of(model, z, numbers)
+        loss, count = task.loss(model, z, numbers)
     (loss / max(count, 1)).backward()  # type: ignore[no-untyped-call]

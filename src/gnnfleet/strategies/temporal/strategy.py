@@ -28,7 +28,7 @@ from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.timeline_svg import draw_batch_lanes
-from gnnfleet.strategies.job import PRECISIONS, EventJob, autocast
+from gnnfleet.strategies.job import EventJob, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Reporting, State, StepRecord
 from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuilder, embed, update_memory
@@ -67,7 +67,7 @@ class TemporalStrategy(Reporting):
         self._config, self._job = config, job
         self._uncounted = job.world.uncounted()
         self._optimizer = make_optimizer(self.model, job.train, fused=True)
-        stream, dtype = job.task.stream, PRECISIONS[job.precision]
+        stream, dtype = job.task.stream, job.dtype
         self._builder = NeighborhoodBuilder(
             stream,
             stream.temporal_neighbors(),
@@ -136,12 +136,12 @@ class TemporalStrategy(Reporting):
         job, batch, rows = self._job, work.batch, self.scheduler.read(work)
         if batch is None or rows is None:
             self.scheduler.write(work, None)
-            return torch.zeros((), dtype=PRECISIONS[job.precision]), 0
+            return torch.zeros((), dtype=job.dtype), 0
         with autocast(job.precision):
             memory, update = update_memory(self.model, job.task.stream, batch, rows)
             self.scheduler.write(work, update)
             z = embed(self.model, batch, memory, static, DrawKey(job.seed, work.plan.pass_number, 0))
-            return job.task.loss(self.model, z, batch.first, batch.end, batch.pairs)
+            return job.task.loss(self.model, z, torch.arange(batch.first, batch.end), batch.pairs)
 
     def _choose_layout(self) -> MemoryScheduler:
         """Collective. Choose the layout and set up this trainer's schedule and memory."""
@@ -164,7 +164,6 @@ class TemporalStrategy(Reporting):
         return MemoryScheduler(job.world, schedule, bounds, self._build_batch, tables, job.task.stream)
 
     def _bounds(self) -> list[int]:
-        """Bounds of the training batches."""
         train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.max_lost_updates
         if lost == 1:
             return train.batches(size)
@@ -190,7 +189,7 @@ class TemporalStrategy(Reporting):
         return auto_depth(0, processes=self._trainers_on_host)
 
     def _build_batch(self, low: int, high: int, pass_number: int, *, global_batch: tuple[int, int]) -> EventBatch:
-        negatives = self._job.task.sample_negatives(low, high, sweep=pass_number)
+        negatives = self._job.task.sample_negatives(torch.arange(low, high), sweep=pass_number)
         return self._builder.batch(low, high, negatives, sweep=pass_number, global_batch=global_batch)
 
     def artifacts(self) -> dict[str, str]:
@@ -265,7 +264,7 @@ class TemporalStrategy(Reporting):
     @property
     def _memory_shape(self) -> tuple[int, int, torch.dtype]:
         width = self.model.width if self.model.has_memory else 0
-        return self._job.task.stream.num_nodes, width, PRECISIONS[self._job.precision]
+        return self._job.task.stream.num_nodes, width, self._job.dtype
 
     def _static_rows(self) -> Tensor | None:
         """[V, S] features and static table of the nodes; trains the table on the first call."""

@@ -58,8 +58,6 @@ class TrainerState(Enum):
 
 @dataclass(frozen=True, eq=False)
 class RoundStats:
-    """Statistics of a closed round."""
-
     round: int
     trainers: tuple[int, ...]
     steps: int
@@ -97,16 +95,12 @@ class Correction(Protocol):
 
 @dataclass(eq=False)
 class EmbeddingTable:
-    """Embedding rows of all nodes of a type."""
-
     kind: str
     rows: Tensor
 
 
 @dataclass(eq=False)
 class _TrainerRecord:
-    """Observations of a trainer."""
-
     last_heard: float  # when its heartbeat last moved, or the coordinator started
     heartbeats: int = 0
     steps: int = 0
@@ -431,7 +425,6 @@ class Coordinator:
                     record.steps, record.last_step = steps, time.monotonic()
 
     def _state_of(self, i: int, state: RunState) -> TrainerState:
-        """The state of a trainer in the current round."""
         record = self._records[i]
         if self.messages.read_exit(i) is not None:
             return TrainerState.EXITED

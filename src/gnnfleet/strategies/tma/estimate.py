@@ -10,7 +10,7 @@ from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.graph.subgraph import induced_subgraph
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.strategies.estimates import CostEstimate, MachineProfile, PlanningContext
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.step_costs import (
     BYTES_PER_EDGE,
     ProbeBlocks,
@@ -76,7 +76,7 @@ def _step_seconds(config: TmaConfig, trainer: _TrainerEstimate, profile: Machine
 def _weight_bytes(job: Job) -> int:
     """Bytes of the weights in a message."""
     embeddings = [name for name, _ in job.model.named_parameters(remove_duplicate=False) if _is_embedding(job, name)]
-    return FlatLayout.of_model(job.model, PRECISIONS[job.precision], without=embeddings).nbytes
+    return FlatLayout.of_model(job.model, job.dtype, without=embeddings).nbytes
 
 
 def _moment_bytes(config: TmaConfig, job: Job) -> int:
@@ -88,7 +88,7 @@ def _moment_bytes(config: TmaConfig, job: Job) -> int:
         numbers = sum(sizes) * bool(job.train.momentum)
     else:  # two moments and the number of steps
         numbers = sum(2 * size + 1 for size in sizes)
-    return numbers * PRECISIONS[job.precision].itemsize
+    return numbers * job.dtype.itemsize
 
 
 def _is_embedding(job: Job, name: str) -> bool:
@@ -144,7 +144,7 @@ def _correction_seconds(config: TmaConfig, context: PlanningContext) -> float:
 
 def _trainer_memory(local_job: Job, context: PlanningContext, tensors: float, is_cached: bool) -> float:
     graph = local_job.graph
-    features = 2 * feature_bytes(graph) + is_cached * 2 * feature_bytes(graph, PRECISIONS[local_job.precision].itemsize)
+    features = 2 * feature_bytes(graph) + is_cached * 2 * feature_bytes(graph, local_job.dtype.itemsize)
     resident = context.shared_profile.base_memory + features + graph.num_edges * BYTES_PER_EDGE * 2
     share = graph.num_nodes / max(1, context.job.graph.num_nodes)
     return resident + tensors + WeightBytes.of(local_job.model).state(share)

@@ -56,8 +56,6 @@ class RoundStart:
 
 @dataclass(frozen=True, eq=False)
 class TrainerUpdate:
-    """Contribution of a trainer to a round."""
-
     steps: int
     count: int  # items
     loss: float  # mean over them
@@ -74,14 +72,6 @@ class TrainerUpdate:
         return self.weights.nbytes + row_bytes + (0 if self.optimizer is None else self.optimizer.nbytes)
 
 
-@dataclass(frozen=True)
-class PublishedRun:
-    """A run for trainers on other machines: its spec as JSON, and the source of its model file."""
-
-    spec: str
-    model_source: bytes
-
-
 class RunMessages:
     """Typed access to the messages of a run, for one thread."""
 
@@ -93,13 +83,15 @@ class RunMessages:
 
     # -- the run --
 
-    def publish_run(self, run: PublishedRun) -> None:
-        source = torch.frombuffer(bytearray(run.model_source), dtype=torch.uint8) if run.model_source else None
-        self.store.write("spec", {"spec": run.spec}, source)
+    def publish_run(self, spec: str, model_source: bytes) -> None:
+        """Publish a run for trainers on other machines: its spec as JSON, and the source of its model file."""
+        source = torch.frombuffer(bytearray(model_source), dtype=torch.uint8) if model_source else None
+        self.store.write("spec", {"spec": spec}, source)
 
-    def read_run(self) -> PublishedRun | None:
+    def read_run(self) -> tuple[str, bytes] | None:
+        """Read the spec and the source of the model file."""
         message = self.store.read("spec")
-        return None if message is None else PublishedRun(message.fields["spec"], message.body.numpy().tobytes())
+        return None if message is None else (message.fields["spec"], message.body.numpy().tobytes())
 
     def mark_failed(self) -> None:
         self.store.write("failed", {})

@@ -20,7 +20,7 @@ from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
 from gnnfleet.report.phase_timer import PHASES, WAIT
-from gnnfleet.strategies.job import PRECISIONS, Job
+from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.protocol import NodePredictor, NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
 from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
@@ -45,7 +45,7 @@ class TmaStrategy(Reporting):
         self._evaluator: NodeStrategy = evaluator
         self._corrector = self._build_corrector()
         self._tables = _embedding_types(job)
-        self._layout = FlatLayout.of_model(self.model, PRECISIONS[job.precision], without=self._tables)
+        self._layout = FlatLayout.of_model(self.model, job.dtype, without=self._tables)
         self._velocity: Tensor | None = None
         self._correction_state: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
@@ -122,9 +122,6 @@ class TmaStrategy(Reporting):
 
     def evaluate(self, split: str) -> dict[str, float]:
         return self._evaluator.evaluate(split)
-
-    def validate(self) -> dict[str, float]:
-        return self.evaluate("val")
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
         return self._evaluator.predict(embeddings=embeddings)

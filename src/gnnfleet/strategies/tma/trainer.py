@@ -35,8 +35,6 @@ _MAX_IDLE_EPOCHS = 1000  # in a row, without items to train on
 
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
-    """Training on the subgraph of a trainer's nodes."""
-
     strategy: Strategy
     edges: int  # of the subgraph
     embeddings: dict[str, Tensor]  # {parameter name: [n] store ids of its first rows}; rows of remote nodes may follow
@@ -51,15 +49,6 @@ Position = tuple[int, int]
 """The next (epoch, step)."""
 
 
-@dataclass(frozen=True, eq=False)
-class _TrainerCheckpoint:
-    """State of a trainer that the coordinator does not have."""
-
-    optimizer: dict[str, Tensor]
-    position: Position
-    key: AssignmentKey
-
-
 class _Workload:
     """Training on the subgraph of one assignment."""
 
@@ -71,9 +60,6 @@ class _Workload:
 
     def optimizer_layout(self, tensors: dict[str, Tensor]) -> FlatLayout:
         return FlatLayout.of(tensors, self._dtype, without=self.local.embeddings)
-
-    def pack_weights(self) -> Tensor:
-        return self.layout.pack(self.local.strategy.state_dict()["model"])
 
     def stream(self) -> Generator[StepRecord]:
         """Take optimizer steps, epoch after epoch, without end. Stops only if there are no items to train on."""
@@ -151,7 +137,8 @@ class Trainer:
             return True
         work = self._start_round(start)
         if not work.has_rows:  # an empty update, so that the missing rows come with the next round
-            empty = TrainerUpdate(0, 0, 0.0, work.local.edges, work.pack_weights())
+            weights = work.layout.pack(work.local.strategy.state_dict()["model"])
+            empty = TrainerUpdate(0, 0, 0.0, work.local.edges, weights)
             self._messages.write_update(state, self._index, empty)
             return True
         self._messages.write_ack(state, self._index)
@@ -220,7 +207,8 @@ class Trainer:
             optimizer, position = dict(self._work.local.strategy.state_dict()["optimizer"]), self._work.position
             same_nodes = False
         elif (saved := self._load_checkpoint(start.state.round)) is not None:
-            optimizer, position, same_nodes = saved.optimizer, saved.position, saved.key == key
+            optimizer, position, saved_key = saved
+            same_nodes = saved_key == key
         elif start.state.round:
             position = start.state.round, 0  # not the batches of the first rounds again
             if self._config.steps:
@@ -314,15 +302,15 @@ class Trainer:
                 if path.stem.isdecimal() and int(path.stem) < newest:
                     path.unlink(missing_ok=True)
 
-    def _load_checkpoint(self, round: int) -> _TrainerCheckpoint | None:
-        """Read the checkpoint written before ``round``; None if there is none."""
+    def _load_checkpoint(self, round: int) -> tuple[dict[str, Tensor], Position, AssignmentKey] | None:
+        """Read the checkpoint written before ``round``: (optimizer state, position, assignment); None without one."""
         if self._folder is None or not (path := _checkpoint_file(self._folder, round)).exists():
             return None
         with safe_open(path, framework="pt") as file:
             fields = json.loads(file.metadata()["trainer"])
             optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         (epoch, step), (name, number, members) = fields["place"], fields["deal"]
-        return _TrainerCheckpoint(optimizer, (epoch, step), (name, number, tuple(members)))
+        return optimizer, (epoch, step), (name, number, tuple(members))
 
 
 def _checkpoint_file(folder: Path, round: int) -> Path:
