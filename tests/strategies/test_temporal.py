@@ -396,7 +396,7 @@ def test_memory_stores_the_events_it_comes_from() -> None:
     memory.reset()
     assert not memory.tables["memory"].any() and bool((memory.tables["mail_event"] == -1).all())
     assert copy.tables["memory"][2].tolist() == [3.0, 3.0]
-    memory.load_state_dict(copy.state_dict())
+    memory.load(copy.tables)
     assert torch.equal(memory.read(ids).memory, copy.read(ids).memory)
     memory.tables["memory_event"][3] = 4  # started within the stream: no mail, but an earlier event
     memory.write(MemoryUpdate(torch.tensor([3]), torch.ones(1, 2), torch.ones(1, 4), torch.tensor([10])))

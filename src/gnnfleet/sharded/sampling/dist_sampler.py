@@ -104,11 +104,11 @@ class DistNeighborSampler:
         """
         no_nodes = SampledNodes(_EMPTY, _EMPTY, (_EMPTY,) * self.world.size)
         batches = [SampledBatch(key, dict.fromkeys(self.own_nodes, no_nodes)) for _, key in seeds_and_keys]
+        while len(self._frontiers) < len(batches):
+            self._frontiers.append({kind: Frontier(nodes) for kind, nodes in self.owners.counts.items()})
         builders: list[BlockBuilder] = []
         try:
-            for batch, frontiers, (seeds, key) in zip(
-                batches, self._take_frontiers(len(batches)), seeds_and_keys, strict=True
-            ):
+            for batch, frontiers, (seeds, key) in zip(batches, self._frontiers, seeds_and_keys, strict=False):
                 builders.append(BlockBuilder(frontiers, seeds, key, layers=len(self.hops), degrees=batch.degrees_of))
             rounds = _SamplingRounds(self, batches, builders)
             for hop, counts in enumerate(self.hops[:-1] if skip_last_hop else self.hops):
@@ -122,11 +122,6 @@ class DistNeighborSampler:
             batch.views = batch_views
             batch.scratch = sum(frontier.nbytes for frontier in frontiers.values())
         return batches
-
-    def _take_frontiers(self, count: int) -> list[dict[str, Frontier]]:
-        while len(self._frontiers) < count:
-            self._frontiers.append({kind: Frontier(nodes) for kind, nodes in self.owners.counts.items()})
-        return self._frontiers[:count]
 
 
 class _SamplingRounds:

@@ -123,12 +123,11 @@ class LocalStrategy(Reporting):
         return self._row_lookup(self._outputs()[0], self._view)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        logits, inputs = (self._target_rows(rows) for rows in self._outputs())
-        return Prediction(self._to_store_order(logits), self._to_store_order(inputs) if embeddings else None)
+        return self.predict_nodes(torch.arange(self._job.graph.nodes[self._target].count), embeddings=embeddings)
 
     def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         view = self._view.for_type(self._target)
-        logits, inputs = (self._target_rows(rows) for rows in self._outputs())
+        logits, inputs = (rows[self._target] if isinstance(rows, dict) else rows for rows in self._outputs())
         return Prediction(view.gather_rows(logits, ids), view.gather_rows(inputs, ids) if embeddings else None)
 
     def state_dict(self) -> State:
@@ -165,10 +164,6 @@ class LocalStrategy(Reporting):
             return view.for_type(kind).gather_rows(rows, ids).to(self._job.dtype)
 
         return lookup
-
-    def _target_rows(self, rows: Any) -> Tensor:
-        target: Tensor = rows[self._target] if isinstance(rows, dict) else rows
-        return target
 
     def _width(self) -> int:
         tables = self._x.values() if isinstance(self._x, dict) else [self._x]
@@ -233,10 +228,3 @@ class LocalStrategy(Reporting):
         if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return limit_destinations(self._view, self._target, int(reach.sum()))
-
-    def _to_store_order(self, rows: Tensor) -> Tensor:
-        if self._order is None:
-            return rows
-        values = torch.empty_like(rows)
-        values[self._order[self._target]] = rows
-        return values

@@ -72,7 +72,9 @@ class MacrobatchStrategy(PartitionedStrategy):
         view = RingView.open(shard, RingExchange(job.world, 1, 1, buffers.empty_buffer))
         super().__init__(job, view, cache_inputs=self._choose_cache_inputs(job, config.cache_inputs))
         self._depth = self._choose_depth()
-        world = _background_world(job.world) if self._depth else job.world
+        world = job.world
+        if self._depth and world.size > 1:  # the thread that prefetches has connections of its own
+            world = world.subgroup("relay", range(world.size))
         ring = RingExchange(world, max(1, world.size), 0, buffers.empty_buffer)
         hops = parse_fanouts(config.fanouts, self.model.num_layers)
         sampler = DistNeighborSampler(view, ring, hops, replace=config.replace)
@@ -299,8 +301,3 @@ def _check_columns(config: MacrobatchConfig, job: Job) -> None:
 def _any(world: World, flag: bool) -> bool:
     """Collective. True if the flag is set on any rank."""
     return bool(sum_over_ranks(world, torch.tensor(int(flag))))
-
-
-def _background_world(world: World) -> World:
-    """The same ranks with connections of their own, for the thread that prefetches."""
-    return world if world.size == 1 else world.subgroup("relay", range(world.size))

@@ -82,10 +82,6 @@ class NodeMemory:
         tables["memory"][ids] = update.memory
         tables["mail"][ids] = update.mail
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors, not copies."""
-        return dict(self.tables)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, tables: Mapping[str, Tensor]) -> None:
         for name, table in self.tables.items():
-            table.copy_(state[name])
+            table.copy_(tables[name])

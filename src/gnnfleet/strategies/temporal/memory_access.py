@@ -112,7 +112,7 @@ class MemoryScheduler:
         """Live tensors from which this trainer can resume; the first trainer of a memory has its tables."""
         state = {"shape": torch.tensor(list(self.schedule.layout.axes.values()))}
         if self.shared.trainers.is_first:
-            state |= {MEMORY_PREFIX + name: table for name, table in self.shared.memory.state_dict().items()}
+            state |= {MEMORY_PREFIX + name: table for name, table in self.shared.memory.tables.items()}
         if self._cached is not None and self.schedule.layout.epoch_parallel > 1:
             state[f"{CACHED_PREFIX}iteration"] = torch.tensor(self._cached.iteration)
             state[f"{CACHED_PREFIX}nodes"] = self._cached.ids
@@ -124,7 +124,7 @@ class MemoryScheduler:
         if state["shape"].tolist() != list(self.schedule.layout.axes.values()):
             return
         if tables := _without_prefix(MEMORY_PREFIX, state):
-            self.shared.memory.load_state_dict(tables)
+            self.shared.memory.load(tables)
         cached = _without_prefix(CACHED_PREFIX, state)
         self._cached = None
         if cached:

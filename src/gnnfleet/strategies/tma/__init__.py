@@ -42,14 +42,5 @@ SPEC = StrategySpec(
     estimate=lazy("gnnfleet.strategies.tma.estimate:estimate"),
     expand=_expand,
     one_pass=_one_pass,
-    resumable=(
-        "quorum",
-        "deadline",
-        "silence",
-        "on_trainer_loss",
-        "launcher",
-        "listen",
-        "local_trainers",
-        "give_up",
-    ),
+    resumable=("quorum", "deadline", "silence", "on_trainer_loss", "launcher", "listen", "local_trainers", "give_up"),
 )

@@ -401,14 +401,12 @@ class Coordinator:
         deadline = time.monotonic() + self.config.deadline
         while time.monotonic() < deadline and not self._stop.wait(POLL_INTERVAL):
             self._read_heartbeats()
-            if not any(self._state_of(i, state).is_alive and not self._has_begun(i, state) for i in self._members):
+            alive = [i for i in self._members if self._state_of(i, state).is_alive]
+            if all(self.messages.has_acked(state, i) or self.messages.has_update(state, i) for i in alive):
                 break
         if state.round == self.first:  # the time to start processes is no part of a round
             self._round_began = time.monotonic()
         return time.monotonic()
-
-    def _has_begun(self, i: int, state: RunState) -> bool:
-        return self.messages.has_acked(state, i) or self.messages.has_update(state, i)
 
     def _read_heartbeats(self) -> None:
         """Read heartbeats and steps, at most once per interval."""
