@@ -17,6 +17,7 @@ from gnnfleet.ops.dropout import dropout
 
 Degrees = Callable[[bool], Tensor]  # weighted → [N_src] float32
 
+
 class EdgeTables(Protocol):
     """The edges of one type in a view: store edge ids, weights and features."""
 

@@ -179,8 +179,8 @@ def _recompute(
         d_value, d_src = attend_blocks.source_gradient(call.spec, inputs, block, grad=grad, side=side)
         return [d_value.add_(d_src)] if is_shared else [d_value, d_src]
 
-    like, tables, op = like if needs_sources else [], local.row_tables(), "rows of attend, again"
-    sums = exchange_grads(call.ring, like, tables, on_rows, fetched=fetched, op=op)
+    tables, op = local.row_tables(), "rows of attend, again"
+    sums = exchange_grads(call.ring, like if needs_sources else [], tables, on_rows, fetched=fetched, op=op)
     d_value, d_src = (*sums, None, None)[:2]
     return _like(d_value, local.value), d_src, d_dst if needs_target[0] else None, d_edge, d_vector
 
