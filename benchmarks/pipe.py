@@ -251,10 +251,10 @@ def show(cells: list[dict[str, Any]]) -> None:
         if "/plan" in name:
             others = [by_name.get(name.replace("/plan", f"/{side}")) for side in ("pipe", "ways")]
             texts = [f"{cell['grid']} {cell['forecast_seconds']:.2f} / {cell['seconds']:.2f}"]
-            for wanted, sar_cell in zip(("pipeline", "graph parallel"), others, strict=True):
-                planned = planned_seconds(cell["said"]).get(wanted)
+            for label, sar_cell in zip(("pipeline", "graph parallel"), others, strict=True):
+                planned = planned_seconds(cell["said"]).get(label)
                 if planned and sar_cell:
-                    texts.append(f"{wanted} {planned:.2f} / {sar_cell['seconds']:.2f}")
+                    texts.append(f"{label} {planned:.2f} / {sar_cell['seconds']:.2f}")
             print(f"{name:36} {', '.join(texts)}")
 
 

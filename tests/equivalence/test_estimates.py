@@ -184,12 +184,12 @@ def layer_loads(world: World, parts: str, seeds: list[int], layers: int) -> list
     for index in range(layers):
         blocks = (view if active_rows is None else view.for_layer(active_rows, index)).blocks
         plans = {("node", direction): blocks.exchange_plan("node", direction) for direction in ("in", "out")}
-        edges = sum(each.num_edges for each in blocks.edges.values())
+        edges = sum(relation.num_edges for relation in blocks.edges.values())
         rows = blocks.nodes["node"].num_dst
-        send_counts = {direction: tuple(map(len, each.send_rows)) for direction, each in plans.items()}
+        send_counts = {direction: tuple(map(len, plan.send_rows)) for direction, plan in plans.items()}
         loads.append(
             LayerLoad(
-                rows, edges, send_counts, {direction: tuple(each.recv_counts) for direction, each in plans.items()}
+                rows, edges, send_counts, {direction: tuple(plan.recv_counts) for direction, plan in plans.items()}
             )
         )
     return loads

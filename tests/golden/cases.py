@@ -35,43 +35,43 @@ class Case:
 
     @property
     def content(self) -> list[object]:
-        """What decides the result, for the name of its directory."""
-        words = [self.environment] if self.environment else []
-        return [self.store, STORES[self.store], self.settings, self.predict, self.pairs, *words]
+        """Everything that decides the result; names its directory."""
+        environment = [self.environment] if self.environment else []
+        return [self.store, STORES[self.store], self.settings, self.predict, self.pairs, *environment]
 
     @property
     def settings(self) -> dict[str, object]:
         """All options of the run in the names of 0.1.0."""
-        own = {"strategy.name": self.strategy, "workers": self.workers}
-        return {**COMMON, **own, **self.options}
+        required = {"strategy.name": self.strategy, "workers": self.workers}
+        return {**COMMON, **required, **self.options}
 
 
-def _local(name: str, model: str, **more: object) -> Case:
-    return Case(f"local-{name}", "nodes", "local", options=_dotted(model, more))
+def _local(name: str, model: str, **options: object) -> Case:
+    return Case(f"local-{name}", "nodes", "local", options=_dotted(model, options))
 
 
-def _sar(name: str, model: str, workers: int, **more: object) -> Case:
-    return Case(f"sar{workers}-{name}", "nodes", "sar", workers, _dotted(model, more))
+def _sar(name: str, model: str, workers: int, **options: object) -> Case:
+    return Case(f"sar{workers}-{name}", "nodes", "sar", workers, _dotted(model, options))
 
 
-def _pipe(name: str, workers: int, **more: object) -> Case:
-    return Case(f"pipe{workers}-{name}", "nodes", "pipe", workers, _dotted("gcn", {"model__layers": 3, **more}))
+def _pipe(name: str, workers: int, **options: object) -> Case:
+    return Case(f"pipe{workers}-{name}", "nodes", "pipe", workers, _dotted("gcn", {"model__layers": 3, **options}))
 
 
-def _macrobatch(name: str, model: str = "sage", **more: object) -> Case:
+def _macrobatch(name: str, model: str = "sage", **options: object) -> Case:
     fixed = {"fanouts": "[5,3]", "batch": 10, "together": 2, "prefetch": 0, "resident": "true", "cache_inputs": "false"}
-    return Case(f"macrobatch-{name}", "nodes", "macrobatch", 2, _dotted(model, {**fixed, **more}))
+    return Case(f"macrobatch-{name}", "nodes", "macrobatch", 2, _dotted(model, {**fixed, **options}))
 
 
-def _apart(name: str, model: str = "sage", **more: object) -> Case:
-    """Workers that share no memory, as if each had a machine: rows of others travel, and may be cached."""
-    return replace(_macrobatch(name, model, **more), environment=("GNNFLEET_SHARED_MEMORY=0",))
+def _without_shared_memory(name: str, model: str = "sage", **options: object) -> Case:
+    """Workers without shared memory, as on several machines: remote rows are sent, and may be cached."""
+    return replace(_macrobatch(name, model, **options), environment=("GNNFLEET_SHARED_MEMORY=0",))
 
 
-def _tma(name: str, **more: object) -> Case:
+def _tma(name: str, **options: object) -> Case:
     # Limits are far away: a busy machine must not lose a trainer.
     fixed = {"steps": 3, "batch": 8, "fanouts": "[5,3]", "deadline": 600, "silence": 300, "quorum": 2}
-    return Case(f"tma-{name}", "nodes", "tma", 2, _dotted("sage", {**fixed, **more}))
+    return Case(f"tma-{name}", "nodes", "tma", 2, _dotted("sage", {**fixed, **options}))
 
 
 def _temporal(name: str, model: str, workers: int = 1, grid: str = "", **more: object) -> Case:
@@ -81,10 +81,10 @@ def _temporal(name: str, model: str, workers: int = 1, grid: str = "", **more: o
     return Case(f"temporal{workers}-{name}", "events", "temporal", workers, _dotted(model, options))
 
 
-def _dotted(model: str, more: Mapping[str, object]) -> dict[str, object]:
+def _dotted(model: str, options: Mapping[str, object]) -> dict[str, object]:
     """Full option names: ``model__layers`` is model.layers, ``top__task`` is task, a bare name one of the strategy."""
     full: dict[str, object] = {"model.name": model}
-    for key, value in more.items():
+    for key, value in options.items():
         group, _, name = key.rpartition("__")
         full[name if group == "top" else f"{group or 'strategy'}.{name}"] = value
     return full
@@ -132,10 +132,10 @@ CASES: tuple[Case, ...] = (
     _pipe("control", 1, ways=1, chunks=4, gradient="control_variate", guard=0, train__epochs=4),
     # macrobatch
     _macrobatch("plain"),
-    _apart("apart"),
-    _apart("belady", "gcn", cache=4000, window=2, together=1),
-    _apart("score", cache=4000, policy="score", resident="false"),
-    _apart("static", "gat", cache=4000, policy="static", prefetch=1),
+    _without_shared_memory("apart"),
+    _without_shared_memory("belady", "gcn", cache=4000, window=2, together=1),
+    _without_shared_memory("score", cache=4000, policy="score", resident="false"),
+    _without_shared_memory("static", "gat", cache=4000, policy="static", prefetch=1),
     _macrobatch("columns", "sage", split="columns"),
     _macrobatch("link", "sage", **LINKS, batch=400),
     Case(
@@ -145,7 +145,7 @@ CASES: tuple[Case, ...] = (
         2,
         {**SHOP, "strategy.batch": 8, "strategy.together": 3, "strategy.prefetch": 0, "strategy.resident": "true"},
     ),
-    # tma: steps in place of the clock
+    # tma: rounds by steps instead of the clock
     _tma("random", scheme="random"),
     _tma("super", scheme="super", clusters=20, redeal=2, combine="soft_medoid"),
     _tma("psgd-pa", scheme="psgd-pa", weighting="edges", optimizer="average", momentum=0.5),

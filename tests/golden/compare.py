@@ -3,9 +3,9 @@
     python -m tests.golden.compare [--old COMMIT] [--only sar,tma] [--again]
 
 The old version is built once, in an environment of its own under build/golden. Both versions make their own stores and
-train the cases of ``cases.py``; tensors of both checkpoints, losses and predictions must be equal bit for bit. What the
-old version gave is kept, so that a second comparison runs the new version only. The exit code is 1 on any difference,
-2 where nothing could be compared. Both run on one thread and on the best instruction set of the machine.
+train the cases of ``cases.py``; tensors of both checkpoints, losses and predictions must be equal bit for bit. Results
+of the old version are saved, so that a second comparison runs the new version only. The exit code is 1 on any
+difference, 2 if nothing could be compared. Both run on one thread and on the best instruction set of the machine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ COUNTED = ("relays", "duplication", "hit_rate", "megabytes_fetched", "megabytes_
 not depend on it: caches, groups, batches per relay. Bytes and rounds of record.json do as well."""
 
 Values = dict[str, object]
-"""Everything of a run that is compared, by name in the words of the old version."""
+"""The compared values of a run, under the names of the old version."""
 
 
 @dataclass(frozen=True)
@@ -81,32 +81,34 @@ class Side:
 
     def call(self, *arguments: str | Path, variables: Sequence[str] = ()) -> None:
         """Run a command of gnnfleet; raises RuntimeError with its output when it fails."""
-        words, further = (
-            [ARGUMENTS.get(word, word) if self.translates else word for word in map(str, given)]
-            for given in (arguments, variables)
+        translated, settings = (
+            [ARGUMENTS.get(argument, argument) if self.translates else argument for argument in map(str, group)]
+            for group in (arguments, variables)
         )
-        line = [str(self.python), "-m", "gnnfleet", *words]
-        env = environment() | dict(setting.split("=", 1) for setting in further)
+        command = [str(self.python), "-m", "gnnfleet", *translated]
+        env = environment() | dict(setting.split("=", 1) for setting in settings)
         done = subprocess.run(
-            line, cwd=self.folder, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
         )
         if done.returncode:
             raise RuntimeError(
-                f"{done.stderr[-2000:].strip()}\n{self.name}: ended with {done.returncode}: {' '.join(line)}"
+                f"{done.stderr[-2000:].strip()}\n{self.name}: ended with {done.returncode}: {' '.join(command)}"
             )
 
     def set(self, settings: Options, scope: str) -> Iterator[str]:
         """Arguments for ``settings``, in the names of this version."""
         for key, value in settings.items():
             yield "--set"
-            name, said = renamed(key, value, scope) if self.translates else (key, value)
-            yield f"{name}={said}"
+            name, text = renamed(key, value, scope) if self.translates else (key, value)
+            yield f"{name}={text}"
 
 
 def environment() -> dict[str, str]:
     """Variables of both versions: one thread, and no way to import another gnnfleet."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+    return {**inherited, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def renamed(key: str, value: object, scope: str) -> tuple[str, object]:
@@ -188,7 +190,7 @@ def run_case(side: Side, case: Case) -> Path:
         return path
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-    # A store for every case: partitions are made anew, and no case waits for another.
+    # A store for every case: each makes its own partitions, and no case waits for another.
     store = path / "store"
     shutil.copytree(side.folder / "stores" / f"{case.store}-{_key(STORES[case.store])}", store)
     run = path / "run"
@@ -218,8 +220,8 @@ def read_values(path: Path) -> Values:
             values |= {f"{name}/{file.stem}/{key}": tensor for key, tensor in load_file(file).items()}
     for number, line in enumerate((path / "run" / "metrics.jsonl").read_text().splitlines(), 1):
         row = json.loads(line)
-        known = [*MEASURED, *COUNTED, *(METRICS[key] for key in (*MEASURED, *COUNTED) if key in METRICS)]
-        values |= {f"metrics/{number}/{key}": row[key] for key in known if key in row}
+        keys = [*MEASURED, *COUNTED, *(METRICS[key] for key in (*MEASURED, *COUNTED) if key in METRICS)]
+        values |= {f"metrics/{number}/{key}": row[key] for key in keys if key in row}
     traffic = json.loads((path / "run" / "record.json").read_text())["traffic"]
     values |= {f"traffic/{key}": traffic[key] for key in ("bytes_sent", "rounds")}
     if (path / "predictions.parquet").exists():
@@ -228,8 +230,8 @@ def read_values(path: Path) -> Values:
     return values
 
 
-def in_new_words(values: Mapping[str, object]) -> Values:
-    """Values of the old version under the names that the new one gives them."""
+def with_new_names(values: Mapping[str, object]) -> Values:
+    """Values of the old version under the names of the new one."""
     renamed = {}
     for key, value in values.items():
         group, middle, name = key.split("/", 2) if key.count("/") > 1 else (*key.split("/", 1), "")
@@ -243,12 +245,12 @@ def in_new_words(values: Mapping[str, object]) -> Values:
                 both = re.sub(pattern, new, both)
             middle, _, name = both.partition("/")
             middle = FILES.get(middle, middle)
-        renamed["/".join(word for word in (group, middle, name) if word)] = value
+        renamed["/".join(part for part in (group, middle, name) if part)] = value
     return renamed
 
 
 def differences(old: Values, new: Values) -> list[str]:
-    """What is not equal, bit for bit; NaN equals NaN of the same bits."""
+    """Descriptions of the values that differ in any bit; NaN equals NaN of the same bits."""
     wrong = []
     for key in dict.fromkeys([*old, *new]):
         if key not in new or key not in old:
@@ -258,28 +260,28 @@ def differences(old: Values, new: Values) -> list[str]:
     return wrong
 
 
-def _same(one: object, two: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        alike = one.dtype == two.dtype and one.shape == two.shape
-        return alike and torch.equal(_bytes(one), _bytes(two))
-    return repr(one) == repr(two)  # Python prints floats exactly
+def _same(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = value.dtype == other.dtype and value.shape == other.shape
+        return alike and torch.equal(_bytes(value), _bytes(other))
+    return repr(value) == repr(other)  # Python prints floats exactly
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _distance(one: object, two: object) -> str:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return f" is {two.dtype} {list(two.shape)}, it was {one.dtype} {list(one.shape)}"
-        return f" differs by up to {(one.double() - two.double()).abs().max().item():.3g}"
-    return f" is {str(two)[:60]}, it was {str(one)[:60]}"
+def _distance(old: object, new: object) -> str:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            return f" is {new.dtype} {list(new.shape)}, it was {old.dtype} {list(old.shape)}"
+        return f" differs by up to {(old.double() - new.double()).abs().max().item():.3g}"
+    return f" is {str(new)[:60]}, it was {str(old)[:60]}"
 
 
 def compare(case: Case, old: Side, new: Side) -> tuple[int, list[str]]:
     """(number of values, differences)."""
-    before, after = in_new_words(read_values(run_case(old, case))), read_values(run_case(new, case))
+    before, after = with_new_names(read_values(run_case(old, case))), read_values(run_case(new, case))
     wrong = differences(before, after)
     if not any(key.startswith("best/") for key in after) or not any(key.startswith("metrics/") for key in after):
         wrong.append("the new run has no best checkpoint or no metrics")
@@ -292,10 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAMES", help="cases whose names begin so, separated by commas")
     parser.add_argument("--again", action="store_true", help="run the old version again, too")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default 2)")
-    words = parser.parse_args(arguments)
-    chosen = [case for case in CASES if case.name.startswith(tuple(words.only.split(",")))]
-    if not chosen:
-        parser.error(f"no case begins with {words.only}: there are {', '.join(case.name for case in CASES)}")
+    args = parser.parse_args(arguments)
+    selected = [case for case in CASES if case.name.startswith(tuple(args.only.split(",")))]
+    if not selected:
+        parser.error(f"no case begins with {args.only}: there are {', '.join(case.name for case in CASES)}")
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         try:
@@ -303,11 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError:
             parser.error(f"another comparison runs in {CACHE}: wait for it")
         try:
-            old, new = old_side(words.old), new_side()
-            if words.again:
+            old, new = old_side(args.old), new_side()
+            if args.again:
                 shutil.rmtree(old.folder / "cases", ignore_errors=True)
                 shutil.rmtree(old.folder / "stores", ignore_errors=True)
-            return _compare_all(chosen, old, new, jobs=words.jobs)
+            return _compare_all(selected, old, new, jobs=args.jobs)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

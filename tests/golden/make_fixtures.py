@@ -1,4 +1,4 @@
-"""Writes the fixtures of this directory with version 0.1.0; they are kept and never made again by later versions.
+"""Writes the fixtures of this directory with version 0.1.0; later versions must never write them again.
 
     python -m tests.golden.compare --only local-sage        # builds 0.1.0 under build/golden
     build/golden/a56b128f3caa/env/bin/python tests/golden/make_fixtures.py
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).parent
-WORDS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "strategy.name": "sar",
     "workers": 2,
     "seed": 5,
@@ -42,7 +42,7 @@ WORDS: dict[str, Any] = {
     "model.residual": "true",
 }
 OTHERS = ({"name": "tma", "scheme": "super", "clusters": 12}, {"name": "pipe", "ways": 1, "chunks": 4})
-"""Strategies whose cuts are kept in the store as well."""
+"""Further strategies whose partitions are saved in the store."""
 
 SIZES = {"hidden": 8, "layers": 3}
 MODELS: dict[str, dict[str, Any]] = {
@@ -93,8 +93,8 @@ def make_cuts(path: Path) -> None:
 
 
 def make_run(store: Path, run: Path) -> None:
-    words = [word for key, value in WORDS.items() for word in ("--set", f"{key}={value}")]
-    subprocess.run([sys.executable, "-m", "gnnfleet", "train", store, "--run-dir", run, *words], check=True)
+    options = [option for key, value in SETTINGS.items() for option in ("--set", f"{key}={value}")]
+    subprocess.run([sys.executable, "-m", "gnnfleet", "train", store, "--run-dir", run, *options], check=True)
 
 
 def logits(store: Path, run: Path) -> torch.Tensor:
@@ -123,22 +123,24 @@ def state_keys() -> dict[str, dict[str, list[int]]]:
     from gnnfleet.nn.model import build_model
     from gnnfleet.training.build_temporal import build_events
 
-    one = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
-    several = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)
+    homogeneous = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
+    heterogeneous = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)
     stream = make_dataset("events", users=10, items=8, events=60, features=4)
-    found: dict[str, torch.nn.Module | None] = {}
-    for label, words in MODELS.items():
-        if words["name"].startswith("tg"):
-            config = resolve({"strategy": {"name": "temporal"}, "model": words})
-            found[label] = build_events(stream, config)[1]
+    modules: dict[str, torch.nn.Module | None] = {}
+    for label, settings in MODELS.items():
+        if settings["name"].startswith("tg"):
+            config = resolve({"strategy": {"name": "temporal"}, "model": settings})
+            modules[label] = build_events(stream, config)[1]
         else:
-            graph = several if words["name"] == "rgcn" else one
-            found[label] = build_model(resolve({"model": words}).model, graph, out_channels=3)
-    for name, words in DECODERS.items():
-        found[f"decoder-{name}"] = make_decoder(LinkConfig(decoder=name, **words), width=8, relations=2, several=True)
+            graph = heterogeneous if settings["name"] == "rgcn" else homogeneous
+            modules[label] = build_model(resolve({"model": settings}).model, graph, out_channels=3)
+    for name, settings in DECODERS.items():
+        modules[f"decoder-{name}"] = make_decoder(
+            LinkConfig(decoder=name, **settings), width=8, relations=2, several=True
+        )
     return {
         label: {} if module is None else {key: list(tensor.shape) for key, tensor in module.state_dict().items()}
-        for label, module in found.items()
+        for label, module in modules.items()
     }
 
 

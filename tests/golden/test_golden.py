@@ -1,6 +1,6 @@
-"""What version 0.1.0 has written is read, and names and numbers that live on disk stay.
+"""Files of version 0.1.0 can be read, and names and numbers on disk do not change.
 
-The fixtures are never made again; ``make_fixtures.py`` says how they came to be. A name in a list here changes together
+The fixtures are never written again; ``make_fixtures.py`` wrote them. A name in a list here changes together
 with a version number of what it is part of, never alone.
 """
 
@@ -42,7 +42,7 @@ from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.partition_cache import ensure_placement
 from gnnfleet.training.run_dir import RunDirectory
 from tests.golden.compare import renamed
-from tests.golden.make_fixtures import DECODERS, MODELS, OTHERS, WORDS
+from tests.golden.make_fixtures import DECODERS, MODELS, OTHERS, SETTINGS
 
 HERE = Path(__file__).parent
 STORE, RUN = HERE / "store", HERE / "run"
@@ -54,9 +54,9 @@ def copy(tmp_path: Path) -> Graph:
     return open_validated_store(tmp_path / "store")
 
 
-def in_present_words(words: dict[str, Any], group: str = "", scope: str = "") -> dict[str, Any]:
-    """Options of 0.1.0 as those of today."""
-    return dict(renamed(f"{group}{key}", value, scope) for key, value in words.items())
+def with_new_option_names(settings: dict[str, Any], group: str = "", scope: str = "") -> dict[str, Any]:
+    """Settings of 0.1.0 under the present option names."""
+    return dict(renamed(f"{group}{key}", value, scope) for key, value in settings.items())
 
 
 def test_store_opens_with_all_its_data() -> None:
@@ -76,13 +76,13 @@ def test_partition_opens() -> None:
     assert opened.parts == 2 and torch.equal(ids.sort().values, torch.arange(60))
 
 
-@pytest.mark.parametrize("strategy", [{"name": "sar"}, *OTHERS], ids=lambda words: words["name"])
-def test_run_uses_what_the_store_keeps(copy: Graph, strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize("strategy", [{"name": "sar"}, *OTHERS], ids=lambda settings: settings["name"])
+def test_runs_use_the_partitions_saved_in_the_store(copy: Graph, strategy: dict[str, Any]) -> None:
     assert copy.store is not None
-    kept = {path.name: path.stat().st_ino for path in (copy.store.path / "parts").iterdir()}
-    words = in_present_words(strategy, "strategy.", strategy["name"])
-    path = ensure_placement(copy, copy, resolve({**unflatten(words), "workers": 2}))
-    assert path is not None and kept[path.name] == path.stat().st_ino
+    inodes = {path.name: path.stat().st_ino for path in (copy.store.path / "parts").iterdir()}
+    settings = with_new_option_names(strategy, "strategy.", strategy["name"])
+    path = ensure_placement(copy, copy, resolve({**unflatten(settings), "workers": 2}))
+    assert path is not None and inodes[path.name] == path.stat().st_ino
 
 
 @pytest.fixture(params=_native.isas().split())
@@ -95,38 +95,38 @@ def isa(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.usefixtures("isa")
-def test_weights_give_the_same_logits() -> None:
-    kept = RunDirectory(RUN, seed=WORDS["seed"]).load_weights("best")
-    assert kept is not None and kept[1].best_epoch == 4
-    model = in_present_words({key: value for key, value in WORDS.items() if key.startswith("model.")})
-    words = unflatten({**model, "model.residual": True, "seed": WORDS["seed"]})
-    built = build(open_validated_store(STORE), resolve(words))  # strategy local
-    built.strategy.load_state_dict(kept[0])
+def test_saved_weights_give_the_saved_logits() -> None:
+    loaded = RunDirectory(RUN, seed=SETTINGS["seed"]).load_weights("best")
+    assert loaded is not None and loaded[1].best_epoch == 4
+    model = with_new_option_names({key: value for key, value in SETTINGS.items() if key.startswith("model.")})
+    settings = unflatten({**model, "model.residual": True, "seed": SETTINGS["seed"]})
+    built = build(open_validated_store(STORE), resolve(settings))  # strategy local
+    built.strategy.load_state_dict(loaded[0])
     logits = built.strategy.predict().logits
     # Of other instruction sets the last bits differ.
     torch.testing.assert_close(logits, torch.from_numpy(np.load(HERE / "logits.npy")), rtol=1e-6, atol=1e-6)
 
 
 def test_tensors_of_models_keep_their_names() -> None:
-    one = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
-    several = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)
+    homogeneous = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
+    heterogeneous = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)
     stream = make_dataset("events", users=10, items=8, events=60, features=4)
-    found: dict[str, Any] = {}
-    for label, words in MODELS.items():
-        model = unflatten(in_present_words(words, "model."))
-        if words["name"].startswith("tg"):
-            found[label] = build_events(stream, resolve({**model, "strategy": {"name": "temporal"}}))[1]
+    modules: dict[str, Any] = {}
+    for label, settings in MODELS.items():
+        model = unflatten(with_new_option_names(settings, "model."))
+        if settings["name"].startswith("tg"):
+            modules[label] = build_events(stream, resolve({**model, "strategy": {"name": "temporal"}}))[1]
         else:
-            graph = several if words["name"] == "rgcn" else one
-            found[label] = build_model(resolve(model).model, graph, out_channels=3)
-    for name, words in DECODERS.items():
-        config = LinkConfig(**unflatten(in_present_words({"decoder": name, **words}, "link."))["link"])
-        found[f"decoder-{name}"] = make_decoder(config, width=8, relations=2, several=True)
+            graph = heterogeneous if settings["name"] == "rgcn" else homogeneous
+            modules[label] = build_model(resolve(model).model, graph, out_channels=3)
+    for name, settings in DECODERS.items():
+        config = LinkConfig(**unflatten(with_new_option_names({"decoder": name, **settings}, "link."))["link"])
+        modules[f"decoder-{name}"] = make_decoder(config, width=8, relations=2, several=True)
     for label, expected in json.loads((HERE / "state_keys.json").read_text()).items():
-        assert {key: list(tensor.shape) for key, tensor in found[label].state_dict().items()} == expected, label
+        assert {key: list(tensor.shape) for key, tensor in modules[label].state_dict().items()} == expected, label
 
 
-def test_names_on_disk_stay() -> None:
+def test_names_on_disk_do_not_change() -> None:
     assert manifest.VERSION == 1
     assert (store.KIND, partitioned_graph.KIND, shard.KIND, checkpoint.KIND) == (
         "graph",
@@ -148,14 +148,14 @@ def test_names_on_disk_stay() -> None:
 
 
 def test_run_writes_the_same_names(copy: Graph, tmp_path: Path) -> None:
-    """What the run of 0.1.0 has, a run of today has too, and nothing else."""
-    words = in_present_words({"model.name": "gcn", "model.hidden": 4, "train.epochs": 1})
-    train(copy, run_dir=tmp_path / "run", config=unflatten(words))
+    """A run has the same names as that of 0.1.0, and no others."""
+    settings = with_new_option_names({"model.name": "gcn", "model.hidden": 4, "train.epochs": 1})
+    train(copy, run_dir=tmp_path / "run", config=unflatten(settings))
     for name in ("last", "best"):
-        kept, written = (Bundle.open(run / "checkpoints" / name, checkpoint.KIND) for run in (RUN, tmp_path / "run"))
-        assert set(written.meta) == set(kept.meta) and written.meta["parts"] == kept.meta["parts"]
-        assert set(written.files) == {file for file in kept.files if not file.startswith("rank-")}
-        assert set(written.meta["position"]) == set(kept.meta["position"])
+        saved, written = (Bundle.open(run / "checkpoints" / name, checkpoint.KIND) for run in (RUN, tmp_path / "run"))
+        assert set(written.meta) == set(saved.meta) and written.meta["parts"] == saved.meta["parts"]
+        assert set(written.files) == {file for file in saved.files if not file.startswith("rank-")}
+        assert set(written.meta["position"]) == set(saved.meta["position"])
     # Keys may be added to these, none may go.
     for name in ("metrics.jsonl", "record.json", "config.json"):
         kept_keys, written_keys = (_keys(run / name) for run in (RUN, tmp_path / "run"))
@@ -169,7 +169,7 @@ def _keys(path: Path) -> set[str]:
     return set(json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text))
 
 
-def test_exit_codes_stay() -> None:
+def test_exit_codes_do_not_change() -> None:
     assert {kind.__name__: kind.exit_code for kind in errors.GnnfleetError.__subclasses__()} == {
         "ConfigError": 2,
         "InputError": 3,
@@ -181,7 +181,7 @@ def test_exit_codes_stay() -> None:
     }
 
 
-def test_random_draws_stay() -> None:
+def test_random_draws_do_not_change() -> None:
     assert [int(purpose) for purpose in Purpose] == list(range(1, 11))  # names may change, numbers may not
     drawn = [Draws(7, purpose, layer=1, relation=2, epoch=3, step=4).uniforms(3, first=5) for purpose in Purpose]
     digest = hashlib.sha256(torch.cat(drawn).numpy().tobytes()).hexdigest()

@@ -28,8 +28,8 @@ RULE = SplitShares(0.8, 0.1, 0.1)
 
 
 def random_graph(nodes: int = 60, edges: int = 300, *, undirected: bool, seed: int = 0) -> Graph:
-    made = torch.Generator().manual_seed(seed)
-    graph = Graph(torch.randint(0, nodes, (2, edges), generator=made), num_nodes=nodes)
+    random = torch.Generator().manual_seed(seed)
+    graph = Graph(torch.randint(0, nodes, (2, edges), generator=random), num_nodes=nodes)
     return clean_edges(graph, undirected=undirected, duplicates="drop", self_loops="drop")[0]
 
 

@@ -26,14 +26,14 @@ def test_limits_below_three_seconds_are_refused() -> None:
 
 
 def test_ranks_of_torchrun_read_it_from_options_or_the_resumed_run(tmp_path: Path) -> None:
-    place = RunLocation(run_dir=tmp_path / "run", resume=True)
-    assert torchrun._silence_limit(SAR, place) == 10
+    location = RunLocation(run_dir=tmp_path / "run", resume=True)
+    assert torchrun._silence_limit(SAR, location) == 10
     graph: Any = SimpleNamespace(store=None)
     (tmp_path / "run").mkdir()
     RunDirectory(tmp_path / "run").initialize(resolve({**SAR, "silence_limit": 30}), graph, None)
-    assert torchrun._silence_limit(SAR, place) == 30
-    assert torchrun._silence_limit({**SAR, "silence_limit": 20}, place) == 20
-    assert torchrun._silence_limit({**SAR, "silence_limit": "long"}, place) == 10
+    assert torchrun._silence_limit(SAR, location) == 30
+    assert torchrun._silence_limit({**SAR, "silence_limit": 20}, location) == 20
+    assert torchrun._silence_limit({**SAR, "silence_limit": "long"}, location) == 10
 
 
 def test_workers_read_it_from_their_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,16 +138,16 @@ def test_options_that_no_strategy_has_are_refused(store: Path) -> None:
 
 def test_an_option_that_a_strategy_rejects_refuses_only_that_strategy(store: Path) -> None:
     """If all strategies that are to be planned reject it, it is an error."""
-    graph, words = gf.open(store), {"model": MODEL, "workers": 2}
-    plan = make_plan(graph, {**words, "strategy": {"quorum": 5}}, bandwidth=1e9, only=["sar", "tma"])
+    graph, config = gf.open(store), {"model": MODEL, "workers": 2}
+    plan = make_plan(graph, {**config, "strategy": {"quorum": 5}}, bandwidth=1e9, only=["sar", "tma"])
     assert {candidate.name for candidate in plan.fits} == {"sar"}
     texts = {candidate.name: candidate.refused for candidate in plan.refused}
     assert "strategy.quorum=5 asks for more trainers" in texts["tma"]
-    plan = make_plan(graph, {**words, "strategy": {"fanouts": "many"}}, bandwidth=1e9, only=["local", "sar"])
+    plan = make_plan(graph, {**config, "strategy": {"fanouts": "many"}}, bandwidth=1e9, only=["local", "sar"])
     texts = {candidate.name: candidate.refused for candidate in plan.refused}
     assert {candidate.name for candidate in plan.fits} == {"sar"} and "expected whole numbers" in texts["local"]
     with pytest.raises(ConfigError, match=r"strategy\.quorum=5 asks for more trainers"):
-        make_plan(graph, {**words, "strategy": {"quorum": 5}}, only=["tma"])
+        make_plan(graph, {**config, "strategy": {"quorum": 5}}, only=["tma"])
 
 
 def test_workers_come_from_the_config_file_unless_they_are_an_option(store: Path, tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_workers_come_from_the_config_file_unless_they_are_an_option(store: Path
 
 
 def test_on_linked_machines_every_strategy_is_planned_and_slow_links_cost_more(store: Path) -> None:
-    graph, words = gf.open(store), {"model": MODEL, "workers": 4, "strategy": {"steps": 3, "batch": 64}}
-    plan = make_plan(graph, words, bandwidth=1e9)
+    graph, config = gf.open(store), {"model": MODEL, "workers": 4, "strategy": {"steps": 3, "batch": 64}}
+    plan = make_plan(graph, config, bandwidth=1e9)
     names = {candidate.name for candidate in plan.fits}
     assert names == {"local", "sar", "macrobatch", "tma", "pipe"}
     assert all(candidate.memory > 0 and candidate.seconds > 0 for candidate in plan.fits)
-    slow = make_plan(graph, words, bandwidth=1e3, only=["sar"])
-    fast = make_plan(graph, words, bandwidth=1e12, only=["sar"])
+    slow = make_plan(graph, config, bandwidth=1e3, only=["sar"])
+    fast = make_plan(graph, config, bandwidth=1e12, only=["sar"])
     assert min(candidate.seconds for candidate in slow.fits) > max(candidate.seconds for candidate in fast.fits)
     assert {candidate.bytes for candidate in slow.fits} == {candidate.bytes for candidate in fast.fits}
 
@@ -209,16 +209,18 @@ def test_a_trial_that_runs_out_of_memory_in_one_process_refuses_its_candidate(
 
 def test_auto_trains_what_is_recommended(store: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--model", "sage", "--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=2"]
-    done = call("train", store, *words, "--strategy", "auto", "--workers", "2", "--run-dir", run, "--json")
+    arguments = ["--model", "sage", "--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=2"]
+    done = call("train", store, *arguments, "--strategy", "auto", "--workers", "2", "--run-dir", run, "--json")
     assert done.returncode == 0, done.stderr
     config = json.loads((run / "config.json").read_text())["config"]
     record = json.loads(done.stdout)
     assert config["strategy"]["name"] == record["strategy"] != "auto" and config["workers"] == record["workers"]
     assert f"strategy auto: {record['strategy']}" in done.stderr
     assert "trial epoch: " in done.stderr
-    more = call("train", store, *words[:-1], "train.epochs=3", "--strategy", "auto", "--run-dir", run, "--resume")
-    assert more.returncode == 0, more.stderr
+    resumed = call(
+        "train", store, *arguments[:-1], "train.epochs=3", "--strategy", "auto", "--run-dir", run, "--resume"
+    )
+    assert resumed.returncode == 0, resumed.stderr
 
 
 def test_restarts_have_no_effect_on_one_planned_process(
@@ -227,18 +229,18 @@ def test_restarts_have_no_effect_on_one_planned_process(
     """The user did not choose one process, so it is a note, not an error."""
     chosen = {"strategy": {"name": "local"}, "workers": 1}
     monkeypatch.setattr(training, "_with_strategy", lambda graph, settings, location, quiet: {**settings, **chosen})
-    words = ["--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=1", "--max-restarts", "2"]
-    done = call("train", store, *words, "--strategy", "auto", "--run-dir", tmp_path / "run")
+    arguments = ["--set", "model.hidden=8", "--set", "model.layers=2", "--set", "train.epochs=1", "--max-restarts", "2"]
+    done = call("train", store, *arguments, "--strategy", "auto", "--run-dir", tmp_path / "run")
     assert done.returncode == 0 and "so --max-restarts has no effect" in done.stderr, done.stderr
 
 
 def test_a_plan_in_which_nothing_fits_is_an_error(store: Path) -> None:
-    words = ["plan", store, "--set", "model.hidden=8", "--set", "model.layers=2", "--memory", "1MB", "-q"]
-    done = call(*words, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 2 and found["recommended"] is None and found["refused"] and not found["fits"]
-    assert done.stderr.startswith(f"error: {found['why'][0]}") and "nothing fits" in done.stderr
-    shown = call(*words)
+    arguments = ["plan", store, "--set", "model.hidden=8", "--set", "model.layers=2", "--memory", "1MB", "-q"]
+    done = call(*arguments, "--json")
+    printed = json.loads(done.stdout)
+    assert done.returncode == 2 and printed["recommended"] is None and printed["refused"] and not printed["fits"]
+    assert done.stderr.startswith(f"error: {printed['why'][0]}") and "nothing fits" in done.stderr
+    shown = call(*arguments)
     assert shown.returncode == 2 and "rejected" in shown.stdout and "error: nothing fits" in shown.stderr
 
 
