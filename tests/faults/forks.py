@@ -48,13 +48,13 @@ def run_forked_rank(number: int, trial: dict[str, Any]) -> NoReturn:
     launch_env = LaunchEnv(
         rank=number, size=trial["size"], port=int((folder / "port").read_text()), external_store=True
     )
-    train_epoch = loop._epoch
+    run_epoch = loop._run_epoch
 
-    def slow_epoch(*args: Any) -> dict[str, Any]:
+    def run_slow_epoch(*args: Any) -> Any:
         time.sleep(EPOCH_SECONDS)
-        return train_epoch(*args)
+        return run_epoch(*args)
 
-    loop._epoch = slow_epoch
+    loop._run_epoch = run_slow_epoch
     signal.signal(signal.SIGUSR1, _sabotage)
     signal.signal(signal.SIGALRM, _sabotage)
 

@@ -86,7 +86,9 @@ class ForkServer:
     def wait_until_ready(self, trial: Trial) -> None:
         """Wait until all ranks have joined and are about to build."""
         files = [trial.folder / f"rank-{rank}.ready" for rank in range(len(trial.ranks))]
-        wait_until(lambda: all(file.exists() for file in files), TIMEOUT, "rendezvous of all ranks")
+        ended = lambda: [rank for rank, pid in enumerate(trial.ranks) if pid in trial.ended]  # noqa: E731
+        wait_until(lambda: bool(ended()) or all(file.exists() for file in files), TIMEOUT, "rendezvous of all ranks")
+        assert not ended(), [trial.output(rank) for rank in ended()]
 
     def close(self) -> None:
         """End the server; its ranks die with it."""
