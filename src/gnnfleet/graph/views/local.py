@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
@@ -217,6 +218,13 @@ class LocalView(ViewBase[LocalEdges]):
             ties=edges.tie_ids,
         )
         return edges.scaled(out, reduce)
+
+    def edge_list(self) -> EdgeList:
+        edges, ids = self._edges, self.node_ids
+        rows, num_rows = edges.structure.row.long(), len(ids)
+        return EdgeList(
+            edges.structure.col.long(), rows, edges.edge_ids, ids, self.num_dst, num_rows, edges.weight, edges.attr
+        )
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.message import Message
 
@@ -111,8 +112,11 @@ class GraphView(Protocol):
     ) -> Tensor:
         """Any differentiable message; see ``ops.propagate``."""
 
-    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0) -> Tensor:
-        """Dropout drawn by key and store id; ``mask_id`` distinguishes the masks of one layer."""
+    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
+        """Dropout drawn by key and store id, or edge id for rows of edges; ``mask_id`` distinguishes masks of a layer."""
+
+    def edge_list(self) -> EdgeList:
+        """The edges as index tensors, for code that gathers rows by them."""
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         """[n, …] rows of x by store id, on whatever rank they are; ids may repeat. Differentiable.

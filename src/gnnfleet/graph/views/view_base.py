@@ -120,8 +120,9 @@ class ViewBase(Generic[EdgeStorage]):
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
         return self._rows.degree(weighted)
 
-    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0) -> Tensor:
+    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
         if not self.training or not p:
             return x
-        draws = self.key.draws(Purpose.DROPOUT, self.layer, relation=mask_id)
-        return dropout(x, p, ids=self.node_ids[: x.shape[0]], draws=draws)
+        purpose = Purpose.DROPOUT if edge_ids is None else Purpose.ATTENTION
+        ids = self.node_ids[: x.shape[0]] if edge_ids is None else edge_ids
+        return dropout(x, p, ids=ids, draws=self.key.draws(purpose, self.layer, relation=mask_id))

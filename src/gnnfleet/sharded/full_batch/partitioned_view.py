@@ -15,6 +15,7 @@ from torch import Tensor
 from gnnfleet.comm.halo_exchange import RowExchange
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.view import first_rows
 from gnnfleet.graph.views.view_base import NodeRows, ViewBase
 from gnnfleet.ops.aggregate import REDUCES
@@ -34,6 +35,7 @@ from gnnfleet.sharded.full_batch.aggregate import (
 from gnnfleet.sharded.full_batch.attention import AttentionCall, attend
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks, RelationBlocks
 from gnnfleet.sharded.full_batch.propagate import PropagateCall, propagate
+from gnnfleet.sharded.full_batch.source_rows import make_edge_list
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,6 +184,10 @@ class PartitionedView(ViewBase[RelationBlocks]):
             names=tuple((group, name) for group, tensors in groups.items() for name in tensors),
         )
         return propagate(call, groups, params)
+
+    def edge_list(self) -> EdgeList:
+        edges = self._edges
+        return make_edge_list(edges, self.node_ids, self._exchange(), self.blocks.exchange_plan(edges.kind.src, "in"))
 
     def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
         expected = len(self.blocks.nodes[kind].node_ids)

@@ -1,0 +1,38 @@
+"""The edges of a view as index tensors, for code that gathers rows by them, as torch_geometric does.
+
+Sources are rows of ``fetch(x)``: the local rows first, then copies of the remote rows that local edges read.
+E edges, N_src local source rows, M rows after ``fetch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def _same_rows(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeList:
+    """Edges in the order of (destination, store edge id), so that sums over them do not depend on the partition."""
+
+    src: Tensor  # [E] int64: rows of fetch(x)
+    dst: Tensor  # [E] int64: local rows
+    edge_ids: Tensor  # [E] int64 store edge ids
+    source_ids: Tensor  # [N_src] int64 store ids of the local source rows
+    num_dst: int
+    num_fetched: int  # M
+    weight: Tensor | None = None  # [E]
+    attr: Tensor | None = None  # [E, F]
+    fetch: Callable[[Tensor], Tensor] = _same_rows
+    """Collective. [N_src, F] → [M, F], differentiable."""
+    send_back: Callable[[Tensor], Tensor] = _same_rows
+    """Collective. The transpose of ``fetch``: [M, F] → [N_src, F], remote rows are added to those of their owners."""
+
+    @property
+    def has_remote_sources(self) -> bool:
+        return self.fetch is not _same_rows

@@ -1,0 +1,1 @@
+"""torch_geometric modules on views, unchanged."""

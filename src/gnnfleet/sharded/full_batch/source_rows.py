@@ -1,0 +1,110 @@
+"""Remote source rows for code that gathers rows by index: all of them at once, behind the local ones.
+
+The verbs of a view keep one group of remote rows in memory; this keeps all that the local edges read. N local rows, M
+rows with the remote ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnnfleet.comm.halo_exchange import ExchangePlan, RowExchange, RowTable
+from gnnfleet.graph.views.edge_list import EdgeList
+from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.partition_blocks import RelationBlocks, edge_rows
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRows:
+    """Positions of remote rows behind the local ones: those of partition q are ``spans[q]``."""
+
+    exchange: RowExchange
+    plan: ExchangePlan
+    spans: tuple[slice, ...]
+    num_local: int
+    num_fetched: int
+
+    @classmethod
+    def of(cls, exchange: RowExchange, plan: ExchangePlan, num_local: int) -> SourceRows:
+        counts = [0 if q == exchange.local_block else count for q, count in enumerate(plan.recv_counts)]
+        starts = [num_local, *accumulate(counts, initial=num_local)][1:]
+        spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        spans[exchange.local_block] = slice(0, num_local)
+        return cls(exchange, plan, tuple(spans), num_local, num_local + sum(counts))
+
+    def fetch(self, x: Tensor) -> Tensor:
+        return _Fetch.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
+
+    def send_back(self, x: Tensor) -> Tensor:
+        return _SendBack.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _fetched(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.num_fetched, x.shape[1])
+
+        def on_rows(q: int, rows: list[Tensor]) -> None:
+            out[self.spans[q]] = rows[0]
+
+        self.exchange.run([RowTable(self.plan, x.detach().contiguous())], on_rows, op="rows of sources")
+        return out
+
+    def _returned(self, x: Tensor) -> Tensor:
+        x = x.detach().contiguous()
+        accumulator = GradAccumulator(self.exchange.local_block, [(self.plan, x)])
+
+        def on_rows(q: int, _: list[Tensor]) -> list[Tensor]:
+            return [x[self.spans[q]].contiguous()]
+
+        returns, add = accumulator.returns, accumulator.add
+        self.exchange.run([], on_rows, returns=returns, on_returns=add, op="gradients of sources")
+        return accumulator.totals[0].to(x.dtype)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
+        ctx.rows = rows
+        return rows._fetched(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.rows._returned(grad)
+
+
+class _SendBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
+        ctx.rows = rows
+        return rows._returned(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.rows._fetched(grad)
+
+
+def make_edge_list(edges: RelationBlocks, source_ids: Tensor, exchange: RowExchange, plan: ExchangePlan) -> EdgeList:
+    """List the in-edges of a partition."""
+    rows = SourceRows.of(exchange, plan, len(source_ids))
+    dst = torch.cat([edge_rows(block) for block in edges.in_blocks])
+    src = torch.cat([block.structure.col.long() + rows.spans[q].start for q, block in enumerate(edges.in_blocks)])
+    order = torch.argsort(edges.edge_ids)
+    order = order[torch.argsort(dst[order], stable=True)]
+    return EdgeList(
+        src=src[order],
+        dst=dst[order],
+        edge_ids=edges.edge_ids[order],
+        source_ids=source_ids,
+        num_dst=edges.num_rows,
+        num_fetched=rows.num_fetched,
+        weight=None if edges.weight is None else edges.weight[order],
+        attr=None if edges.attr is None else edges.attr[order],
+        fetch=rows.fetch,
+        send_back=rows.send_back,
+    )
