@@ -12,6 +12,7 @@ import io
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,9 @@ from torch import Tensor
 from gnnfleet.errors import StoreError
 from gnnfleet.io.atomic import PARTIAL, exchange_directories, flush, partial_path, sync_directory, write_atomically
 from gnnfleet.io.manifest import VERSION, manifest_digest, read_manifest
+
+# numpy parses headers as Python expressions, and Python 3.11 cannot do that in several threads at once.
+_HEADER_LOCK = threading.Lock()
 
 # Name in the manifest → (torch dtype, numpy dtype in the .npy file). numpy has no bfloat16: bits are stored as uint16.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -86,7 +90,8 @@ class Bundle:
         if 0 in shape:
             return torch.empty(shape, dtype=torch_dtype)
         try:
-            array = np.load(self.path / name, mmap_mode="c", allow_pickle=False)
+            with _HEADER_LOCK:
+                array = np.load(self.path / name, mmap_mode="c", allow_pickle=False)
         except Exception as error:  # numpy's header parser fails in many ways
             raise StoreError(
                 f"{self.path / name} cannot be read as an array ({error}): make it again from the source"

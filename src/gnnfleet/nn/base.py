@@ -60,6 +60,11 @@ class Model(torch.nn.Module):
         """True if a layer reads statistics of all rows, so that no row may be skipped."""
         return any(isinstance(module, torch.nn.BatchNorm1d) for module in self.modules())
 
+    @property
+    def reads_whole_graph(self) -> bool:
+        """True if layers cannot run one by one: no sampled blocks, no stages, no evaluation in chunks of rows."""
+        return False
+
     def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """Part of the first layer that no step changes; ``compute`` receives it as ``aggregated``."""
         return None

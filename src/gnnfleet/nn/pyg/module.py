@@ -30,8 +30,8 @@ class PygModule(Model):
         others = [argument for argument, is_required in arguments.items() if is_required and argument not in _INPUTS]
         if others:
             raise ConfigError(
-                f"{name}.forward needs {', '.join(others)}: expected x, edge_index, edge_weight, edge_attr, and defaults "
-                "for other arguments"
+                f"{name}.forward needs {', '.join(others)}: expected x, edge_index, edge_weight, edge_attr, and "
+                "defaults for other arguments"
             )
         self._edge_inputs = {
             argument: arguments[argument]
@@ -46,6 +46,10 @@ class PygModule(Model):
     @property
     def batch_norm(self) -> bool:
         """True: nothing is known of the rows that a module reads, so none may be left out."""
+        return True
+
+    @property
+    def reads_whole_graph(self) -> bool:
         return True
 
     def compute(self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None) -> tuple[RowsByType, None]:
