@@ -122,7 +122,7 @@ MISTAKES = [
     ),
     ("def mak(config):\n    return 1", "has no function 'make': did you mean 'mak'?"),
     ("import math", "has no function 'make': it defines none"),
-    ("def make(*_):\n    return 3", "mine.py:make must return a gf.nn.Model, found int"),
+    ("def make(*_):\n    return 3", "mine.py:make must return a gf.nn.Model or a torch_geometric module, found int"),
     (
         "import torch\ndef make(*_):\n    return torch.nn.Linear(1, 1)",
         "found Linear: derive the class from gf.nn.Model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -118,13 +118,22 @@ def make_config(name: str, **settings: Any) -> ModelConfig:
         raise ConfigError(f"a model has no setting {key!r}: {hint}") from error
 
 
-SAGE = partial(make_config, "sage")  # GraphSAGE
-GCN = partial(make_config, "gcn")  # graph convolutional network
-GAT = partial(make_config, "gat")  # graph attention network
-GATv2 = partial(make_config, "gatv2")  # graph attention network with dynamic attention
-GIN = partial(make_config, "gin")  # graph isomorphism network
-RGCN = partial(make_config, "rgcn")  # relational graph convolutional network: for several node or edge types
-GCN2 = partial(make_config, "gcn2")  # GCNII: deep GCN with initial residual and identity mapping
-ResPlus = partial(make_config, "res+")  # DeeperGCN: pre-activation residual blocks with softmax aggregation
-TGN = partial(make_config, "tgn", **TEMPORAL_DEFAULTS)  # a memory per node and attention over its latest events
-TGAT = partial(make_config, "tgat", **TEMPORAL_DEFAULTS)  # temporal attention without memory
+def _constructor(name: str, description: str, **defaults: Any) -> Callable[..., ModelConfig]:
+    def make(**settings: Any) -> ModelConfig:
+        return make_config(name, **{**defaults, **settings})
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"{description} Options: docs/models.md."
+    return make
+
+
+SAGE = _constructor("sage", "GraphSAGE.")
+GCN = _constructor("gcn", "Graph convolutional network.")
+GAT = _constructor("gat", "Graph attention network.")
+GATv2 = _constructor("gatv2", "Graph attention network with dynamic attention.")
+GIN = _constructor("gin", "Graph isomorphism network.")
+RGCN = _constructor("rgcn", "Relational graph convolutional network, for several node or edge types.")
+GCN2 = _constructor("gcn2", "GCNII: deep GCN with initial residual and identity mapping.")
+ResPlus = _constructor("res+", "DeeperGCN: pre-activation residual blocks with softmax aggregation.")
+TGN = _constructor("tgn", "TGN: a memory per node, and attention over its latest events.", **TEMPORAL_DEFAULTS)
+TGAT = _constructor("tgat", "TGAT: temporal attention without memory.", **TEMPORAL_DEFAULTS)

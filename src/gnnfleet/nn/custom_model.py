@@ -46,7 +46,7 @@ def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) 
             raise ConfigError(f"{path} has no function {name!r}{_nearest(name, module)}")
         _check_signature(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
-    return _checked(model, f"{path.name}:{name}", out_channels)
+    return _checked(model, f"{path.name}:{name}", out_channels, graph)
 
 
 @contextmanager
@@ -117,10 +117,26 @@ def _check_signature(factory: Callable[..., Any], name: str) -> None:
         return
 
 
-def _checked(model: Any, name: str, out_channels: int) -> Model:
+def _as_model(module: torch.nn.Module, name: str, graph: Graph) -> Model:
+    """Wrap a module with torch_geometric's call."""
+    from gnnfleet.nn.pyg.module import PygModule
+
+    if len(graph.nodes) > 1 or len(graph.edges) > 1:
+        raise ConfigError(
+            f"{name} returned {type(module).__name__}, which takes one node type and one edge type: this graph has "
+            f"{len(graph.nodes)} and {len(graph.edges)}. Use the model rgcn, or a gf.nn.Model"
+        )
+    return PygModule(module)
+
+
+def _checked(model: Any, name: str, out_channels: int, graph: Graph) -> Model:
+    if isinstance(model, torch.nn.Module) and not isinstance(model, Model):
+        module = _as_model(model, name, graph)
+        module.out_channels = out_channels
+        return module
     if not isinstance(model, Model):
         kind = type(model).__name__
-        raise ConfigError(f"{name} must return a gf.nn.Model, found {kind}: derive the class from gf.nn.Model")
+        raise ConfigError(f"{name} must return a gf.nn.Model or a torch_geometric module, found {kind}")
     if model.num_layers < 1:
         raise ConfigError(f"{name} returned a model without layers: pass them to gf.nn.Model(layers)")
     synchronised = {id(module.module) for module in model.modules() if isinstance(module, BatchNorm)}

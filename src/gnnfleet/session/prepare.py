@@ -23,8 +23,10 @@ from gnnfleet.graph.validate import validate_graph
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.remarks import print_note
+from gnnfleet.sharded.module_check import check_module
 from gnnfleet.training.build import validate, validate_events
 from gnnfleet.training.output_schema import OutputSchema
 from gnnfleet.training.partition_cache import empty_parts_warning, prepare_placement
@@ -125,4 +127,7 @@ def _validate(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | No
     # Each rank initializes the learnable rows it owns; none are needed here.
     validated = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
     config.strategy.check_task(validated.task)
+    config.strategy.check_model(validated.model)
+    if isinstance(validated.model, PygModule) and config.spec.placement == "partition" and config.workers > 1:
+        check_module(validated.model, validated.graph)
     return validated.graph, validated.output, validated.remarks

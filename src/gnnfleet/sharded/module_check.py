@@ -39,10 +39,15 @@ _KEY = DrawKey(seed=1, epoch=2, step=3)
 Outcome = dict[str, Tensor]
 
 
-def check_module(model: PygModule, *, in_channels: int, edge_dim: int | None, has_weight: bool) -> None:
-    """Raise ConfigError, with the tensor that differs or the operation that failed, unless parts equal the whole."""
-    name = type(model.module).__name__
-    graph = _random_graph(in_channels, edge_dim, has_weight=has_weight)
+def check_module(model: PygModule, graph: Graph) -> None:
+    """Raise ConfigError, with the tensor that differs or the operation that failed, unless parts equal the whole.
+
+    The random graph has features, edge weights and edge features of the same widths as ``graph``.
+    """
+    name, features, edges = type(model.module).__name__, graph.single_nodes.x, graph.single_edges
+    in_channels = 0 if features is None else int(features.shape[1])
+    edge_dim = None if edges.attr is None else int(edges.attr.shape[1])
+    graph = _random_graph(in_channels, edge_dim, has_weight=edges.weight is not None)
     try:
         expected = _run(model, LocalView.of_graph(graph), graph)
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from pydantic import BaseModel
 
+from gnnfleet.errors import ConfigError
+
 if TYPE_CHECKING:
+    from gnnfleet.nn.base import Model
     from gnnfleet.tasks.base import Task
 
 
@@ -53,6 +56,19 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigError for a task that this strategy does not support."""
+
+    @property
+    def runs_layers(self) -> bool:
+        """True if layers run one by one, on sampled blocks or in stages."""
+        return self.is_sampled
+
+    def check_model(self, model: Model) -> None:
+        """Raise ConfigError for a model that this strategy cannot run."""
+        if model.reads_whole_graph and self.runs_layers:
+            raise ConfigError(
+                f"strategy {self.name} with these settings runs layers one by one, but a torch.nn.Module runs as a "
+                "whole: use sar, local without strategy.fanouts, tma with strategy.full=true, or a gf.nn.Model"
+            )
 
 
 @runtime_checkable

@@ -46,7 +46,15 @@ def make_config(settings: Mapping[str, Any]) -> StrategyConfig:
 
 
 def build_strategy(config: StrategyConfig, job: Job | EventJob) -> Strategy:
+    _check_model(config, job)
     return find_spec(config.name).build(config, job)
+
+
+def _check_model(config: StrategyConfig, job: Job | EventJob) -> None:
+    from gnnfleet.strategies.job import Job
+
+    if isinstance(job, Job):
+        config.check_model(job.model)
 
 
 def strategy_options(name: str) -> list[str]:
@@ -60,6 +68,7 @@ def estimate_costs(config: StrategyConfig, context: PlanningContext | EventPlann
     """Estimate the cost of every candidate of the settings that a config leaves open; raises ConfigError."""
     estimate = find_spec(config.name).estimate
     assert estimate is not None
+    _check_model(config, context.job)
     return estimate(config, context)
 
 

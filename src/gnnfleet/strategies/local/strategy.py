@@ -148,7 +148,7 @@ class LocalStrategy(Reporting):
             self.model.eval()
             limit = self._job.evaluation_memory
             with torch.no_grad(), autocast(self._job.precision):
-                if layer_bytes(self._view, self._width()) > limit:
+                if not self.model.reads_whole_graph and layer_bytes(self._view, self._width()) > limit:
                     self._cached_outputs = layerwise_inference(
                         self.model, self._view, self._x, target=self._target, limit=limit
                     )

@@ -54,6 +54,10 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
                 f"strategy.chunks={self.chunks} must be a multiple of strategy.graph_parallel={self.graph_parallel}"
             )
 
+    @property
+    def runs_layers(self) -> bool:
+        return True
+
     def check_task(self, task: Task) -> None:
         if task.masks_edges:
             raise ConfigError("strategy pipe walks every edge in every step: set link.exclude=none")
