@@ -113,7 +113,7 @@ class GraphView(Protocol):
         """Any differentiable message; see ``ops.propagate``."""
 
     def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
-        """Dropout drawn by key and store id, or edge id for rows of edges; ``mask_id`` distinguishes masks of a layer."""
+        """Dropout drawn by key and store id, or by ``edge_ids``; ``mask_id`` distinguishes the masks of one layer."""
 
     def edge_list(self) -> EdgeList:
         """The edges as index tensors, for code that gathers rows by them."""
