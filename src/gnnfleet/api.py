@@ -23,6 +23,7 @@ from gnnfleet.config.resolve import named_group, overlay, read_toml, unflatten
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.ingest.pyg import from_pyg
 from gnnfleet.graph.store import open_store
 from gnnfleet.inference.predict import END_COLUMNS, class_names
 from gnnfleet.inference.predict_events import score_events
@@ -119,7 +120,7 @@ class Record:
 
 
 def train(
-    graph: Graph | str | Path,
+    graph: Any,
     *,
     strategy: str | Mapping[str, Any] | StrategyConfig | None = None,
     model: str | Mapping[str, Any] | ModelConfig | None = None,
@@ -130,7 +131,9 @@ def train(
     max_restarts: int = 0,
     **settings: Any,
 ) -> Record:
-    """Train a model on a graph or a store and return its record.
+    """Train a model and return its record.
+
+    ``graph`` is a gf.Graph, the path of a store, or a torch_geometric Data or HeteroData.
 
     ``settings`` are options of the run (``seed``, ``split``, ``precision``, ``workers``), of the group train
     (``epochs``, ``lr``, ``patience``, …) or of the strategy, in this order of precedence. Any other goes by its full
@@ -148,7 +151,7 @@ def train(
         )
     if resume and run_dir is None:
         raise ConfigError("resume needs run_dir, the directory of the run to resume")
-    graph = graph if isinstance(graph, Graph) else open_store(graph)
+    graph = _as_graph(graph)
     base = {} if config is None else config if isinstance(config, Mapping) else read_toml(Path(config))
     groups: SettingsTree = {} if strategy is None else {"strategy": _as_settings(strategy)}
     if model is not None:
@@ -178,6 +181,19 @@ def group_settings(settings: Mapping[str, Any], strategy: Any) -> SettingsTree:
             similar = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
             raise ConfigError(f"no setting {key!r}" + (f": did you mean {similar[0]}?" if similar else ""))
     return unflatten(by_full_name)
+
+
+def _as_graph(graph: Any) -> Graph:
+    if isinstance(graph, Graph):
+        return graph
+    if isinstance(graph, str | Path):
+        return open_store(graph)
+    if hasattr(graph, "edge_index") or hasattr(graph, "edge_types"):
+        return from_pyg(graph)
+    raise ConfigError(
+        f"gf.train takes a gf.Graph, the path of a store, or a torch_geometric Data or HeteroData, found "
+        f"{type(graph).__name__}"
+    )
 
 
 def _as_settings(value: Any) -> Any:
