@@ -114,6 +114,12 @@ def test_strategies_that_run_layers_refuse_a_whole_module(graph: gf.Graph, model
         trained(graph, f"{model_file}:gcn", strategy=strategy, workers=workers)
 
 
+def test_a_plan_for_a_module_has_full_batch_strategies_only(store: Path, model_file: Path) -> None:
+    plan = run_json("plan", store, "--model", f"{model_file}:gcn", "--workers", "2", "--bandwidth", "1Gbit")
+    assert {estimate["settings"]["name"] for estimate in plan["fits"]} == {"local", "sar"}
+    assert {estimate["settings"]["name"] for estimate in plan["refused"]} == {"macrobatch", "tma", "pipe"}
+
+
 def test_a_module_that_depends_on_the_partition_is_refused_before_training(graph: gf.Graph, model_file: Path) -> None:
     """A mean over all nodes is local to a part: the self-check finds it; one process trains it."""
     with pytest.raises(ConfigError, match=r"Centred on 2 parts of a graph differs .* in the output"):

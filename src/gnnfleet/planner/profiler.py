@@ -41,7 +41,8 @@ def profile_machine(job: Job, shard: Shard, fanouts: FanoutOption, batch: int) -
     base_memory = _base_memory()
     cached = should_cache_aggregate("auto", hides=job.task.masks_edges)
     full_batch = _profile_full_batch(job, shard, cached)
-    return MachineProfile(1, *full_batch, *_profile_blocks(job, fanouts, batch, cached), base_memory)
+    blocks = (0.0, 0.0) if job.model.reads_whole_graph else _profile_blocks(job, fanouts, batch, cached)
+    return MachineProfile(1, *full_batch, *blocks, base_memory)
 
 
 def _base_memory() -> float:

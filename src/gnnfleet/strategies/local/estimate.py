@@ -26,6 +26,8 @@ def estimate(config: LocalConfig, context: PlanningContext) -> list[CostEstimate
     sampled = config.model_copy(update={"fanouts": fanouts})
     if config.batch is None:
         sampled = sampled.model_copy(update={"batch": DEFAULT_BATCH})
+    if context.job.model.reads_whole_graph:
+        return [_full_batch(config, context)]
     full_batch = [] if config.is_sampled else [_full_batch(config, context)]
     return [*full_batch, _sampled(sampled, context)]
 
