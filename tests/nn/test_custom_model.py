@@ -125,7 +125,7 @@ MISTAKES = [
     ("def make(*_):\n    return 3", "mine.py:make must return a gf.nn.Model or a torch_geometric module, found int"),
     (
         "import torch\ndef make(*_):\n    return torch.nn.Linear(1, 1)",
-        "found Linear: derive the class from gf.nn.Model",
+        "Linear.forward takes input: expected arguments x and edge_index",
     ),
     ("import gnnfleet as gf\ndef make(*_):\n    return gf.nn.Model()", "a model without layers"),
     (

@@ -14,14 +14,14 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.pyg.module import PygModule
-from tests.equivalence.spread import KEY, NODES, cut_graph, open_view, pattern, plain_graph
+from tests.equivalence.spread import KEY, NODES, cut_graph, loss_weights, open_view, plain_graph
 from tests.nn.pyg.zoo import IN, MODULES, REFUSED, build
-from tests.ranks import Crew
+from tests.ranks import RankPool
 
 
 def outcome(module: torch.nn.Module, out: Tensor, x: Tensor, ids: Tensor) -> dict[str, Any]:
     """Run backward; everything that must be equal."""
-    (out * pattern(out.detach().new_zeros(NODES, *out.shape[1:]))[ids]).sum().backward()
+    (out * loss_weights(out.detach().new_zeros(NODES, *out.shape[1:]))[ids]).sum().backward()
     return {
         "ids": ids,
         "out": out.detach(),
@@ -99,17 +99,17 @@ def test_a_module_on_a_view_of_the_whole_graph_equals_torch_geometric(name: str)
 
 
 @pytest.mark.parametrize(("size", "cut"), [(2, "random"), (3, "edgeless")])
-def test_modules_on_parts_equal_torch_geometric(crew: Crew, tmp_path: Path, size: int, cut: str) -> None:
+def test_modules_on_parts_equal_torch_geometric(pool: RankPool, tmp_path: Path, size: int, cut: str) -> None:
     path = cut_graph(plain_graph(), size, cut, tmp_path / "parts")
-    outcomes = crew.run(size, on_rank, str(path), [*MODULES])
+    outcomes = pool.run(size, on_rank, str(path), [*MODULES])
     for name in MODULES:
         assert "refused" not in outcomes[0][name], (name, outcomes[0][name])
         assert_equal(joined([rank[name] for rank in outcomes]), plain(name), name)
 
 
-def test_operations_that_depend_on_the_partition_are_refused(crew: Crew, tmp_path: Path) -> None:
+def test_operations_that_depend_on_the_partition_are_refused(pool: RankPool, tmp_path: Path) -> None:
     path = cut_graph(plain_graph(), 2, "random", tmp_path / "parts")
-    outcomes = crew.run(2, on_rank, str(path), [*REFUSED])
+    outcomes = pool.run(2, on_rank, str(path), [*REFUSED])
     for name in REFUSED:
         assert all("a module" in rank[name]["refused"] or "sources" in rank[name]["refused"] for rank in outcomes), name
 
@@ -129,9 +129,9 @@ def dropped_on_rank(world: World, path: str) -> dict[str, Any]:
     return dropped(open_view(world, path, 1, 1))
 
 
-def test_dropout_draws_by_node_and_edge(crew: Crew, tmp_path: Path) -> None:
+def test_dropout_draws_by_node_and_edge(pool: RankPool, tmp_path: Path) -> None:
     path = cut_graph(plain_graph(), 2, "random", tmp_path / "parts")
     expected = dropped(LocalView.of_graph(plain_graph()).with_step(key=KEY, layer=1))
     without = dropped(LocalView.of_graph(plain_graph()).with_step(key=KEY, training=False))
     assert not torch.allclose(expected["out"], without["out"])
-    assert_equal(joined(crew.run(2, dropped_on_rank, str(path))), expected, "dropout")
+    assert_equal(joined(pool.run(2, dropped_on_rank, str(path))), expected, "dropout")

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from gnnfleet.comm.halo_exchange import ExchangePlan, RowExchange, RowTable
 from gnnfleet.graph.views.edge_list import EdgeList
-from gnnfleet.sharded.full_batch.grad_accumulator import GradAccumulator
+from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import RelationBlocks, edge_rows
 
 
@@ -54,15 +54,14 @@ class SourceRows:
         return out
 
     def _returned(self, x: Tensor) -> Tensor:
-        x = x.detach().contiguous()
-        accumulator = GradAccumulator(self.exchange.local_block, [(self.plan, x)])
-
         def on_rows(q: int, _: list[Tensor]) -> list[Tensor]:
-            return [x[self.spans[q]].contiguous()]
+            rows = x.detach()[self.spans[q]]
+            return [
+                rows.clone() if q == self.exchange.local_block else rows.contiguous()
+            ]  # sums are added to the local ones
 
-        returns, add = accumulator.returns, accumulator.add
-        self.exchange.run([], on_rows, returns=returns, on_returns=add, op="gradients of sources")
-        return accumulator.totals[0].to(x.dtype)
+        (total,) = exchange_grads(self.exchange, [(self.plan, x)], [], on_rows, op="gradients of sources")
+        return total.to(x.dtype)
 
 
 class _Fetch(torch.autograd.Function):
