@@ -31,7 +31,7 @@ lint: build
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
 SECONDS ?= 600
 FIRST   ?= 0
