@@ -20,12 +20,14 @@ import torch
 from gnnfleet import errors
 from gnnfleet.api import train
 from gnnfleet.config.resolve import resolve, unflatten
+from gnnfleet.errors import RunError
 from gnnfleet.graph import store
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition import chunk_layout, node_assignment, partitioned_graph, shard
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.validate import open_validated_part, open_validated_store
+from gnnfleet.inference.query import open_trained_run
 from gnnfleet.io import manifest
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.nn.link import make_decoder
@@ -105,6 +107,14 @@ def test_saved_weights_give_the_saved_logits() -> None:
     logits = built.strategy.predict().logits
     # Of other instruction sets the last bits differ.
     torch.testing.assert_close(logits, torch.from_numpy(np.load(HERE / "logits.npy")), rtol=1e-6, atol=1e-6)
+
+
+def test_a_run_of_version_0_1_0_is_not_resumed(copy: Graph, tmp_path: Path) -> None:
+    shutil.copytree(HERE / "run", tmp_path / "run")
+    with pytest.raises(RunError, match=r"is a run of gnnfleet 0\.1\.0, which had other options: resume, evaluate"):
+        train(copy, run_dir=tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=r"is a run of gnnfleet 0\.1\.0"):
+        open_trained_run(tmp_path / "run", copy)
 
 
 def test_tensors_of_models_keep_their_names() -> None:

@@ -78,7 +78,7 @@ def _resumed_config(directory: RunDirectory, graph: Graph, settings: Mapping[str
         return resolve(settings)
     directory.check_graph(graph)
     directory.check_model_file()
-    config = resolve(overlay(directory.info()["config"], drop_auto_settings(settings)))
+    config = resolve(overlay(directory.settings(), drop_auto_settings(settings)))
     check_resumable(directory.config(), config)
     return config
 

@@ -125,8 +125,19 @@ class RunDirectory(CheckpointSink):
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
         return content
 
+    def settings(self) -> SettingsTree:
+        """The saved settings; raises RunError for those of version 0.1.0, whose options had other names."""
+        info = self.info()
+        if str(info.get("versions", {}).get("gnnfleet", "")).startswith("0.1."):
+            raise RunError(
+                f"{self.path} is a run of gnnfleet {info['versions']['gnnfleet']}, which had other options: resume, "
+                "evaluate and predict with that version, or train again; its store and partitions can be used"
+            )
+        settings: SettingsTree = info["config"]
+        return settings
+
     def config(self) -> RunConfig:
-        return resolve(self.info()["config"])
+        return resolve(self.settings())
 
     def output(self) -> OutputSchema:
         """Output schema of the run; raises RunError if it is damaged."""
