@@ -49,7 +49,8 @@ def block(graph: Graph, num_dst: int) -> tuple[LocalView, Tensor]:
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    # float32: the gradient of a bias before batch norm is rounding only, of up to some 1e-5.
+    return {"rtol": 1e-5, "atol": 5e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
 
 
 def compare(
