@@ -58,7 +58,7 @@ class _BaseJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and features."""
+        """Dtype of weights and features."""
         return PRECISIONS[self.precision]
 
     @property

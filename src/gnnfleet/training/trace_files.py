@@ -1,4 +1,4 @@
-"""``--trace``: spans of all ranks in one file, ``trace.json``, by the clock of the first rank.
+"""``--trace``: spans of all ranks in one file, ``trace.json``, in the time of the first rank.
 
 The coordinator and the trainers of tma are no ranks: each writes its spans into the run directory, and their
 supervisor collects them. They use the clock of their machine; trainers of other machines are not in the trace.

@@ -27,7 +27,7 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     # the whole graph. --partition overrides the partitioner.
     scheme: Literal["random", "super", "psgd-pa", "llcg"] = "super"
     interval: float = Field(default=10.0, gt=0)  # seconds of a round
-    # Steps of each trainer in a round, instead of ``interval``; results are then reproducible. 0: by the clock.
+    # Steps of each trainer in a round, instead of ``interval``; results are then reproducible. 0: timed rounds.
     steps: int = Field(default=0, ge=0)
     # Neighbours sampled per node, the hop next to the seeds first, −1 for all; by SRC:RELATION:DST where they differ.
     # 10 in every hop by default.

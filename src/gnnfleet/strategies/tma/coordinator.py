@@ -160,7 +160,7 @@ class Coordinator:
         return self.first - 1 if self._newest is None else self._newest.round
 
     def wait_round(self) -> tuple[RoundStats, ModelSnapshot]:
-        """Wait for the next closed round; by the clock, its snapshot is that of the newest round.
+        """Wait for the next closed round; with timed rounds its snapshot is that of the newest round.
 
         Raises the error that ended the coordinator.
         """
@@ -212,7 +212,7 @@ class Coordinator:
             stats, snapshot, side_bytes = self._close_round(state, updates, side_bytes)
             if number == self.first:  # trainers have left the rounds of former coordinators by now
                 self.messages.remove_former(state)
-            while self.config.steps and not self._room.acquire(timeout=0.5):  # by the clock, rounds never wait
+            while self.config.steps and not self._room.acquire(timeout=0.5):  # timed rounds never wait
                 if self._stop.is_set():
                     break
             self._newest = snapshot
@@ -391,7 +391,7 @@ class Coordinator:
         return None
 
     def _wait_begin(self, state: RunState) -> float:
-        """Wait until a round by the clock begins; returns its start.
+        """Wait until a timed round begins; returns its start.
 
         It begins at the end of the previous round or, after a reassignment, when all living trainers have built their
         subgraphs. Trainers that are ready earlier train meanwhile.

@@ -2,7 +2,7 @@
 
 incarnation                        number of coordinators started so far; messages of former ones are ignored
 state                              {incarnation, round, done}: the newest weights; done: the run is over
-collect/INCARNATION                {round}: updates of this round are due (only rounds by the clock)
+collect/INCARNATION                {round}: updates of this round are due (only timed rounds)
 weights/INCARNATION/ROUND          weights at the start of a round, {assignment, members, …}
 rows/INCARNATION/ROUND/TRAINER     embedding rows of a trainer's nodes, if the trainer does not have them
 ack/TRAINER                        {incarnation, round}: the round that a trainer works on

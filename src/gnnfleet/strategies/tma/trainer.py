@@ -92,7 +92,7 @@ class Trainer:
     ) -> None:
         self._config, self._index, self._messages, self._assignment = config, index, RunMessages(store), assignment
         self._build, self._dtype, self._log_user = build, dtype, log_user
-        self._folder = folder if config.steps else None  # rounds by the clock are not repeated exactly
+        self._folder = folder if config.steps else None  # timed rounds are not repeated exactly
         self._work: _Workload | None = None
         self._incarnation: int | None = None
         self._diverged = False  # its last update was not finite
