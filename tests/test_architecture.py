@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import gnnfleet
+from gnnfleet.comm.world import World
 from gnnfleet.strategies.registry import STRATEGIES
 
 ROOT = Path(gnnfleet.__file__).parent
@@ -133,3 +135,15 @@ def test_native_core_does_not_depend_on_python() -> None:
         if not path.name.startswith("bind"):
             text = path.read_text()
             assert "nanobind" not in text and "Python.h" not in text and "torch/" not in text, path
+
+
+def test_no_world_is_made_at_import() -> None:
+    """A World belongs to a run: one at module or class level would share traffic and clock with every run."""
+    for path in sorted((ROOT / "sharded").rglob("*.py")):
+        name = ".".join(("gnnfleet", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        module = import_module(name)
+        owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        attributes = [
+            (owner, key) for owner in owners for key, value in vars(owner).items() if isinstance(value, World)
+        ]
+        assert not attributes, attributes
