@@ -35,7 +35,7 @@ class RowList:
 def send_messages(world: World, length: int) -> None:
     """Rank p sends ``length`` · (p + 1) · (q + 1) bytes to rank q, with a header of 8."""
     size = [length * (world.rank + 1) * (peer + 1) for peer in range(world.size)]
-    all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], what="messages")
+    all_to_all_bytes(world, [torch.zeros(count, dtype=torch.uint8) for count in size], op="messages")
 
 
 def profile_epochs(world: World, external: int = 0) -> tuple[Any, ...]:

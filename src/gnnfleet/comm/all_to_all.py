@@ -21,19 +21,19 @@ _SIZE_TAG, _CONTENT_TAG = 4, 5
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def all_to_all_bytes(world: World, messages: Sequence[Tensor], *, what: str) -> list[Tensor]:
+def all_to_all_bytes(world: World, messages: Sequence[Tensor], *, op: str) -> list[Tensor]:
     """Collective. The messages of all ranks for this one, by rank.
 
-    ``messages`` [n] uint8 are by receiving rank; the one to itself is returned as it is. ``what`` is for errors.
+    ``messages`` [n] uint8 are by receiving rank; the one to itself is returned as it is. ``op`` is for errors.
     """
     assert len(messages) == world.size and all(message.dtype == torch.uint8 for message in messages)
-    with world.clock.phase(EXCHANGE, what):
-        return _all_to_all(world, messages, what)
+    with world.clock.phase(EXCHANGE, op):
+        return _all_to_all(world, messages, op)
 
 
-def _all_to_all(world: World, messages: Sequence[Tensor], what: str) -> list[Tensor]:
+def _all_to_all(world: World, messages: Sequence[Tensor], op: str) -> list[Tensor]:
     peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
-    receiving, sending = f"receiving {what}", f"sending {what}"
+    receiving, sending = f"receiving {op}", f"sending {op}"
     incoming_sizes = {
         peer: receive(world, torch.empty(1, dtype=torch.int64), peer, tag=_SIZE_TAG, op=receiving) for peer in peers
     }
@@ -109,7 +109,7 @@ class ByteBuffer:
 
 
 def all_to_all_lists(
-    world: World, lists: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, what: str
+    world: World, lists: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, op: str
 ) -> list[list[Tensor]]:
     """Collective. The lists of all ranks for this one, by rank; ``lists`` has as many [·] ``dtype`` for each rank."""
     messages = []
@@ -120,7 +120,7 @@ def all_to_all_lists(
             buffer.write(values)
         messages.append(buffer.message)
     received = []
-    for message in all_to_all_bytes(world, messages, what=what):
+    for message in all_to_all_bytes(world, messages, op=op):
         buffer = ByteBuffer(message)
         lengths = buffer.read(len(lists[world.rank]), torch.int64).tolist()
         received.append([buffer.read(length, dtype) for length in lengths])

@@ -27,7 +27,7 @@ def write_trace(world: World, run: Path) -> None:
     spans, world.clock.spans = world.clock.spans or [], None
     own = torch.frombuffer(bytearray(pack_spans(spans, clock_offset(world))), dtype=torch.uint8)
     nothing = torch.empty(0, dtype=torch.uint8)
-    packed = all_to_all_bytes(world, [own, *[nothing] * (world.size - 1)], what="trace")
+    packed = all_to_all_bytes(world, [own, *[nothing] * (world.size - 1)], op="trace")
     if world.is_first:
         by_rank = {f"rank {rank}": unpack_spans(content.numpy().tobytes()) for rank, content in enumerate(packed)}
         write_atomically(run / TRACE_FILE, trace_json(by_rank).encode())

@@ -164,7 +164,7 @@ class _SamplingRounds:
     def _send_requests(self, new_ids: list[_ByBatch]) -> list[_ByBatch]:
         """Send new ids to their owners; the positions [rank][batch][node type] newly requested from this rank."""
         lists = [[by_kind[kind] for by_kind in batches for kind in self._kinds] for batches in new_ids]
-        received = all_to_all_lists(self._world, lists, self._sampler.index_dtype, what="nodes to draw for")
+        received = all_to_all_lists(self._world, lists, self._sampler.index_dtype, op="nodes to draw for")
         new: list[_ByBatch] = [[{} for _ in self._batches] for _ in range(self._world.size)]
         for q, id_lists in enumerate(map(iter, received)):
             for m in range(len(self._batches)):
@@ -182,7 +182,7 @@ class _SamplingRounds:
         for m in range(len(self._batches)):
             for kind in self._neighbors:
                 self._pack_reply(hop, kind, counts[kind], m, new, buffers)
-        messages = all_to_all_bytes(self._world, [buffer.message for buffer in buffers], what="drawn neighbours")
+        messages = all_to_all_bytes(self._world, [buffer.message for buffer in buffers], op="drawn neighbours")
         received = [ByteBuffer(message) for message in messages]
         return [
             {

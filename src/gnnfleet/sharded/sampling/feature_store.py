@@ -97,7 +97,7 @@ class FeatureStore:
         ids_by_owner = {kind: torch.split(ids[kind], counts[kind]) for kind in kinds}
         lists = [[ids_by_owner[kind][q] for kind in kinds] for q in range(world.size)]
         requested: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-        for id_lists in all_to_all_lists(world, lists, torch.int64, what="nodes whose rows are wanted"):
+        for id_lists in all_to_all_lists(world, lists, torch.int64, op="nodes whose rows are wanted"):
             for kind, requested_ids in zip(kinds, id_lists, strict=True):
                 index = self.node_index[kind]
                 requested[kind].append(index.rows[index.positions_of(requested_ids)])

@@ -56,7 +56,7 @@ class FeatureColumns:
             for degree in degrees.values():
                 buffer.write(degree[piece])
             messages.append(buffer.message)
-        for message in all_to_all_bytes(self._world, messages, what="feature columns"):
+        for message in all_to_all_bytes(self._world, messages, op="feature columns"):
             buffer = ByteBuffer(message)
             count = int(buffer.read(1, torch.int64))
             received_ids = buffer.read(count, torch.int64)
@@ -77,7 +77,7 @@ class FeatureColumns:
         buffer = ByteBuffer()
         for batch in sampled:
             _write_block(buffer, batch.views[0])
-        messages = all_to_all_bytes(world, [buffer.message] * world.size, what="blocks of the first layer")
+        messages = all_to_all_bytes(world, [buffer.message] * world.size, op="blocks of the first layer")
         received = [ByteBuffer(message) for message in messages]
         return [[self._read_block(buffer, batch.views[0]) for buffer in received] for batch in sampled]
 
@@ -131,7 +131,7 @@ class _SumAcrossRanks(torch.autograd.Function):
     def forward(ctx: Any, world: World, *partial: Tensor) -> Tensor:
         ctx.world, ctx.rows = world, [len(rows) for rows in partial]
         like = partial[world.rank]
-        messages = all_to_all_bytes(world, [_to_bytes(rows) for rows in partial], what="sums of the first layer")
+        messages = all_to_all_bytes(world, [_to_bytes(rows) for rows in partial], op="sums of the first layer")
         total = torch.zeros(like.shape, dtype=like.dtype)
         for message in messages:  # in the order of ranks: the same sum everywhere
             total += message.view(like.dtype).view(like.shape)
@@ -140,7 +140,7 @@ class _SumAcrossRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         world: World = ctx.world
-        messages = all_to_all_bytes(world, [_to_bytes(grad)] * world.size, what="gradients of the first layer")
+        messages = all_to_all_bytes(world, [_to_bytes(grad)] * world.size, op="gradients of the first layer")
         grads = (
             message.view(grad.dtype).view(count, *grad.shape[1:])
             for message, count in zip(messages, ctx.rows, strict=True)

@@ -58,7 +58,7 @@ class HostCache:
             for kind, requested in ids.items()
         }
         remote = [requested[~on_host[kind]] for kind, requested in ids.items()]
-        lists = all_to_all_lists(self.host, [remote] * self.host.size, torch.int64, what="requests of this host")
+        lists = all_to_all_lists(self.host, [remote] * self.host.size, torch.int64, op="requests of this host")
         requests = {}
         for kind, by_worker in zip(ids, zip(*lists, strict=True), strict=True):
             positions = on_host[kind].nonzero()[:, 0], (~on_host[kind]).nonzero()[:, 0]

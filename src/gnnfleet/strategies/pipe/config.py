@@ -60,7 +60,7 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     def check_task(self, task: Task) -> None:
         if task.masks_edges:
-            raise ConfigError("strategy pipe walks every edge in every step: set link.exclude=none")
+            raise ConfigError("strategy pipe reads every edge in a step and cannot mask some: set link.exclude=none")
         if not task.reads_only_local_rows and self.graph_parallel not in ("auto", 1):
             raise ConfigError(
                 f"link prediction needs strategy.graph_parallel=1, found {self.graph_parallel}: remove the option"

@@ -33,4 +33,4 @@ class SarConfig(StrategyConfig, frozen=True, extra="forbid"):
 
     def check_task(self, task: Task) -> None:
         if task.masks_edges:
-            raise ConfigError("strategy sar walks every edge in every step: set link.exclude=none")
+            raise ConfigError("strategy sar reads every edge in a step and cannot mask some: set link.exclude=none")
