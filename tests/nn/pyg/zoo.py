@@ -117,6 +117,13 @@ def mlp(in_channels: int, out_channels: int) -> Sequential:
     return Sequential(Linear(in_channels, HIDDEN), ReLU(), Linear(HIDDEN, out_channels))
 
 
+def normed(norm: torch.nn.Module) -> torch.nn.Module:
+    """Two convolutions with a norm between them."""
+    first, second = pyg.SAGEConv(IN, HIDDEN), pyg.SAGEConv(HIDDEN, OUT)
+    steps = [(first, "x, edge_index -> x"), (norm, "x -> x"), (second, "x, edge_index -> x")]
+    return pyg.Sequential("x, edge_index", steps)
+
+
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "GraphSAGE": lambda: pyg.GraphSAGE(IN, HIDDEN, 3, OUT),
     "GraphSAGE max, jk cat, batch norm": lambda: pyg.GraphSAGE(IN, HIDDEN, 3, OUT, aggr="max", jk="cat", norm="batch"),
@@ -166,6 +173,8 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "graph norm": lambda: pyg.GraphSAGE(IN, HIDDEN, 2, OUT, norm="graph_norm"),
     "pair norm": lambda: pyg.GraphSAGE(IN, HIDDEN, 2, OUT, norm="pair_norm"),
     "layer norm of the graph": lambda: pyg.GraphSAGE(IN, HIDDEN, 2, OUT, norm="layer_norm"),
+    "mean subtraction norm": lambda: normed(pyg.MeanSubtractionNorm()),
+    "graph size norm": lambda: normed(pyg.GraphSizeNorm()),
     "instance norm": lambda: pyg.GraphSAGE(IN, HIDDEN, 2, OUT, norm="instance_norm"),
     "Sequential": lambda: pyg.Sequential(
         "x, edge_index",

@@ -56,9 +56,8 @@ class SourceRows:
     def _returned(self, x: Tensor) -> Tensor:
         def on_rows(q: int, _: list[Tensor]) -> list[Tensor]:
             rows = x.detach()[self.spans[q]]
-            return [
-                rows.clone() if q == self.exchange.local_block else rows.contiguous()
-            ]  # sums are added to the local ones
+            # Remote gradients are added to the local rows in place.
+            return [rows.clone() if q == self.exchange.local_block else rows.contiguous()]
 
         (total,) = exchange_grads(self.exchange, [(self.plan, x)], [], on_rows, op="gradients of sources")
         return total.to(x.dtype)

@@ -133,7 +133,7 @@ class Coordinator:
     log_user: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        # By the clock, the training loop may be far behind: it gets only the newest snapshot, and the queue has none.
+        # With timed rounds the loop may be far behind: it gets only the newest snapshot, and the queue has none.
         self._results: queue.Queue[tuple[RoundStats, ModelSnapshot | None] | BaseException] = queue.Queue()
         self._newest: ModelSnapshot | None = None
         self._room = threading.Semaphore(MAX_PENDING_ROUNDS)

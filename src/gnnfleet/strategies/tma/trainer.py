@@ -230,7 +230,7 @@ class Trainer:
     def _train(self, work: _Workload, state: RunState, client: CoordinatorClient) -> TrainerUpdate | None:
         """Take the steps of a round; None if the round was closed meanwhile."""
         steps, count, loss = 0, 0, 0.0
-        # By the clock, a trainer takes one step even if the round is over before it begins.
+        # In a timed round a trainer takes one step even if the round is over before it begins.
         required = self._config.steps or 1
         began = time.perf_counter()
         while _is_current(state, client) and (steps < required or self._is_open(state, client)):
