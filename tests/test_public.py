@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gnnfleet
+import gnnfleet.nn
 
 
 def test_public_names_resolve_to_the_objects_type_checkers_see() -> None:
@@ -20,6 +21,15 @@ def test_public_names_resolve_to_the_objects_type_checkers_see() -> None:
     }
     for name in gnnfleet.__all__:
         assert getattr(gnnfleet, name).__name__ == original_names[name]
+
+
+def test_all_names_of_nn_are_exported() -> None:
+    names: dict[str, object] = {}
+    exec("from gnnfleet.nn import *", names)
+    source = ast.parse(Path(str(gnnfleet.nn.__file__)).read_text())
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom)]
+    public = {alias.asname for node in imports for alias in node.names if alias.asname is not None}
+    assert public == {*gnnfleet.nn.__all__} == {*names} - {"__builtins__"}
 
 
 def test_help_does_not_load_torch() -> None:

@@ -36,7 +36,7 @@ TORCHRUN = {
 
 
 def test_the_launch_env_of_torchrun() -> None:
-    env = LaunchEnv(rank=3, size=4, host="a", port=29500, external_store=True, attempt=2, agent=True)
+    env = LaunchEnv(rank=3, size=4, local_rank=1, host="a", port=29500, external_store=True, attempt=2, agent=True)
     assert LaunchEnv.from_environment(TORCHRUN) == env
     assert LaunchEnv.from_environment({}) is None
     assert LaunchEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == LaunchEnv(rank=0, size=1, host="")
@@ -47,6 +47,7 @@ def test_the_launch_env_of_torchrun() -> None:
     [
         ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
         ({"RANK": "x"}, "RANK='x' is not a number from 0 on"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a number from 0 on"),
         ({"MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not"),
     ],
 )

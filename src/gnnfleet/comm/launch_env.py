@@ -18,6 +18,7 @@ class LaunchEnv:
 
     rank: int
     size: int
+    local_rank: int = 0
     host: str = "127.0.0.1"
     port: int = 0
     external_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
@@ -39,6 +40,7 @@ class LaunchEnv:
         env = cls(
             rank=_number(environ, "RANK"),
             size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", 0),
             host=environ.get("MASTER_ADDR", ""),
             port=_number(environ, "MASTER_PORT", 0),
             external_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

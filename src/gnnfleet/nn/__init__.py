@@ -45,6 +45,41 @@ if TYPE_CHECKING:
     from gnnfleet.nn.norm import BatchNorm as BatchNorm
     from gnnfleet.nn.norm import LayerNorm as LayerNorm
 
+__all__ = [
+    "GAT",
+    "GCN",
+    "GCN2",
+    "GIN",
+    "GNN",
+    "MLP",
+    "RGCN",
+    "SAGE",
+    "TGAT",
+    "TGN",
+    "BatchNorm",
+    "GATConv",
+    "GATv2",
+    "GATv2Conv",
+    "GCN2Conv",
+    "GCNConv",
+    "GENConv",
+    "GINConv",
+    "LayerNorm",
+    "MetricState",
+    "Model",
+    "ModelConfig",
+    "NodeEmbedding",
+    "NodeHead",
+    "RGCNConv",
+    "ResPlus",
+    "ResPlusBlock",
+    "SAGEConv",
+    "build_model",
+    "load_pyg_state",
+    "roc_auc",
+    "to_pyg_state",
+]
+
 _MODULES = {
     "base": "Model",
     "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv ResPlusBlock RGCNConv SAGEConv",
