@@ -125,12 +125,25 @@ def test_a_block_gives_the_first_rows_of_the_whole(name: str) -> None:
         torch.testing.assert_close(layer(block(graph, num_dst)[0], x), whole[:num_dst])
 
 
+def weighted_graph(loops: str) -> Graph:
+    """Edge weights, with no self-loops, with those of some nodes, or with parallel ones of different weights."""
+    graph = random_graph(seed=4, loops=loops != "none")
+    if loops != "parallel":
+        return graph
+    edges = graph.single_edges
+    assert edges.weight is not None
+    more = torch.arange(0, 24, 3).repeat_interleave(3).repeat(2, 1)
+    weight = torch.cat([edges.weight, torch.randperm(more.shape[1], generator=torch.Generator().manual_seed(1)) / 7])
+    return Graph(torch.cat([edges.edge_index(), more], 1), x=graph.single_nodes.x, num_nodes=30, edge_weight=weight)
+
+
+@pytest.mark.parametrize("loops", ["none", "some", "parallel"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [3, 8])
-def test_gcn_with_edge_weights_equals_its_peer(width: int, dtype: torch.dtype) -> None:
-    graph = random_graph()
+@pytest.mark.parametrize(("width", "improved"), [(3, False), (8, True)])
+def test_gcn_with_edge_weights_equals_its_peer(width: int, improved: bool, dtype: torch.dtype, loops: str) -> None:
+    graph = weighted_graph(loops)
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
-    ours, theirs = both("GCNConv", width)(5)
+    ours, theirs = both("GCNConv", width, improved=improved)(5)
     x = graph.single_nodes.x.to(dtype)
     ours.to(dtype)
     weight = graph.single_edges.weight
@@ -141,6 +154,24 @@ def test_gcn_with_edge_weights_equals_its_peer(width: int, dtype: torch.dtype) -
         x,
         call_ours=lambda x: ours(view, x, weight=view.weight),
         call_theirs=lambda x: theirs(x, index, weight.to(dtype)),
+    )
+    part, _ = block(graph, 6)
+    torch.testing.assert_close(ours(part, x, weight=part.weight), ours(view, x, weight=view.weight)[:6])
+
+
+@pytest.mark.parametrize("loops", ["none", "some", "parallel"])
+def test_gcn2_with_edge_weights_equals_its_peer(loops: str) -> None:
+    graph = weighted_graph(loops)
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
+    ours, theirs = nn.GCN2Conv(5, 0.2).double(), pyg.GCN2Conv(5, 0.2)
+    weight = graph.single_edges.weight
+    assert weight is not None
+    compare(
+        ours,
+        theirs,
+        graph.single_nodes.x.double(),
+        call_ours=lambda x: ours(view, x, x.sin(), weight=view.weight),
+        call_theirs=lambda x: theirs(x, x.sin(), index, weight.double()),
     )
 
 
@@ -160,8 +191,9 @@ def test_improved_gcn_equals_its_peer(width: int) -> None:
     )
 
 
-def test_gcn_gives_gradients_to_edge_weights() -> None:
-    graph = random_graph()
+@pytest.mark.parametrize("loops", ["none", "some", "parallel"])
+def test_gcn_gives_gradients_to_edge_weights(loops: str) -> None:
+    graph = weighted_graph(loops)
     view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
     for width in (3, 8):
         ours, theirs = both("GCNConv", width)(5)
@@ -174,7 +206,12 @@ def test_gcn_gives_gradients_to_edge_weights() -> None:
         torch.testing.assert_close(out, expected)
         out.square().sum().backward()
         expected.square().sum().backward()
-        torch.testing.assert_close(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None
+        # Of parallel loops torch_geometric uses one and gives all of them its gradient.
+        is_used = (a.grad != 0) | (index[0] != index[1])
+        loops_at = index[0, index[0] == index[1]]
+        assert int((~is_used).sum()) == len(loops_at) - len(loops_at.unique())
+        torch.testing.assert_close(a.grad[is_used], b.grad[is_used])
     with pytest.raises(ConfigError, match="found a block"):
         ours(block(graph, 4)[0], x, weight=torch.rand(int(graph.single_edges.indptr[4])))
 

@@ -18,7 +18,7 @@ from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import Degrees, NodeRows, ViewBase
+from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, ViewBase, last_loops_of
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -66,6 +66,11 @@ class LocalEdges:
             loop_ids = SELF_LOOP_IDS + node_ids[structure.col.long()]
             self.cache["ids"] = torch.where(edge < 0, loop_ids, select_or_fill(self.edge_ids, edge, fill=0))
         return self.cache["ids"]
+
+    @cached_property
+    def last_loops(self) -> tuple[Tensor, Tensor]:
+        """(rows with a self-loop, position of the last one of each)."""
+        return last_loops_of(self.structure.row, self.structure.col, self.edge_ids)
 
     def scaled(self, total: Tensor, reduce: str) -> Tensor:
         """Scale sums over a sample in place, [R, F]."""
@@ -237,24 +242,30 @@ def graph_degrees(graph: Graph, node_type: str) -> Degrees:
     """In-degrees of a node type over all edge types into it, computed once per graph."""
 
     @cache
-    def degrees(weighted: bool) -> Tensor:
-        total = torch.zeros(graph.nodes[node_type].count, dtype=torch.float64)
+    def degrees(kind: int) -> Tensor:
+        fill = torch.nan if kind == LOOPS else 0.0
+        total = torch.full((graph.nodes[node_type].count,), fill, dtype=torch.float64)
         for edge_type, edges in graph.edges.items():
             if edge_type.dst == node_type:
-                _add_degrees(total, edges, edges.weight if weighted else None, has_loops=edge_type.src == node_type)
-        return total.float()
+                _add_degrees(total, edges, kind, has_loops=edge_type.src == node_type)
+        return total if kind else total.float()
 
     return degrees
 
 
-def _add_degrees(total: Tensor, edges: Edges, weight: Tensor | None, *, has_loops: bool) -> None:
-    """Add the in-edges of every row, or their weights, in blocks of rows and without self-loops."""
+def _add_degrees(total: Tensor, edges: Edges, kind: int, *, has_loops: bool) -> None:
+    """Add the in-edges of every row, or their weights, in blocks of rows and without self-loops; or set LOOPS."""
+    weight = edges.weight if kind else None
     starts = torch.searchsorted(edges.indptr, torch.arange(0, edges.count, _EDGES_PER_BLOCK), right=True) - 1
     for low, high in pairwise([*torch.unique(starts).tolist(), len(total)]):
         first, end = int(edges.indptr[low]), int(edges.indptr[high])
         dst = torch.repeat_interleave(torch.arange(low, high), edges.indptr[low : high + 1].diff())
         value = torch.ones(end - first, dtype=torch.float64) if weight is None else weight[first:end].double()
-        total.index_add_(0, dst, torch.where(edges.src[first:end] == dst, 0.0, value) if has_loops else value)
+        if kind == LOOPS:
+            rows, positions = last_loops_of(dst, edges.src[first:end] if has_loops else dst - 1, dst)
+            total[rows] = value[positions]
+        else:
+            total.index_add_(0, dst, torch.where(edges.src[first:end] == dst, 0.0, value) if has_loops else value)
 
 
 def select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:

@@ -69,7 +69,13 @@ class GraphView(Protocol):
         """[N_dst] in-edges in this view."""
 
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
-        """[N_src] float32: number of in-edges in the whole graph, or sum of their weights, without self-loops."""
+        """[N_src] number of in-edges in the whole graph, or the sum of their weights, without self-loops."""
+
+    def loop_weight(self, weight: Tensor) -> Tensor:
+        """[N_src] the weight of the last self-loop of every node in the whole graph, NaN for nodes without one.
+
+        Weights [E] other than the store's are those of the edges of this view; the result is differentiable in them.
+        """
 
     def aggregate(
         self, x: Tensor, *, reduce: str = "sum", weight: Tensor | None = None, self_loops: bool = False

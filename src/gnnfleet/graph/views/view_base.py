@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
@@ -15,7 +16,13 @@ from gnnfleet.graph.views.row_index import RowIndex
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
 
-Degrees = Callable[[bool], Tensor]  # weighted → [N_src] float32
+COUNT, WEIGHTED, LOOPS = range(3)
+Degrees = Callable[[int], Tensor]
+"""[N_src] numbers of nodes in the whole graph.
+
+COUNT (False): in-edges without self-loops, float32. WEIGHTED (True): the sum of their weights, float64. LOOPS: the
+weight of the last self-loop, NaN for nodes without one.
+"""
 
 
 class EdgeTables(Protocol):
@@ -27,6 +34,8 @@ class EdgeTables(Protocol):
     def weight(self) -> Tensor | None: ...
     @property
     def attr(self) -> Tensor | None: ...
+    @property
+    def last_loops(self) -> tuple[Tensor, Tensor]: ...
 
 
 EdgeStorage = TypeVar("EdgeStorage", bound=EdgeTables)
@@ -45,9 +54,30 @@ class NodeRows:
         return RowIndex(self.node_ids)
 
 
+def stored_degrees(read: Degrees, kinds: Container[int]) -> Degrees:
+    """Degrees of which ``kinds`` are stored: without weights WEIGHTED is COUNT, without LOOPS no node has one."""
+
+    def degree(kind: int) -> Tensor:
+        if kind in kinds:
+            return read(kind)
+        return torch.full_like(read(COUNT), torch.nan) if kind == LOOPS else read(COUNT)
+
+    return degree
+
+
 def selected_degrees(degree: Degrees, rows: Tensor | slice) -> Degrees:
     """Degrees of some rows of a view, computed once."""
-    return cache(lambda weighted: degree(weighted)[rows])
+    return cache(lambda kind: degree(kind)[rows])
+
+
+def last_loops_of(rows: Tensor, columns: Tensor, edge_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows with a self-loop, position of the last one of each by edge id)."""
+    loops = (rows == columns).nonzero()[:, 0]
+    loops = loops[torch.argsort(edge_ids[loops], stable=True)]
+    loops = loops[torch.argsort(rows[loops], stable=True)]
+    of = rows[loops]
+    is_last = of.diff(append=of.new_full((1,), -1)) != 0
+    return of[is_last].long(), loops[is_last]
 
 
 class ViewBase(Generic[EdgeStorage]):
@@ -119,6 +149,12 @@ class ViewBase(Generic[EdgeStorage]):
 
     def graph_degree(self, *, weighted: bool = False) -> Tensor:
         return self._rows.degree(weighted)
+
+    def loop_weight(self, weight: Tensor) -> Tensor:
+        if weight is self.weight and not weight.requires_grad:
+            return self._rows.degree(LOOPS)
+        rows, positions = self._edges.last_loops
+        return weight.new_full((self.num_src,), torch.nan).index_put((rows,), weight[positions])
 
     def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
         if not self.training or not p:

@@ -15,7 +15,19 @@ from gnnfleet.ops.aggregate import accumulate_dtype
 from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 
-def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float, dtype: torch.dtype) -> Tensor:
+def loop_weights(view: GraphView, weight: Tensor | None, *, fill: float, dtype: torch.dtype) -> float | Tensor:
+    """[N_src, 1] weights of self-loops, as PyG adds remaining ones: the last of the store, or ``fill`` without one.
+
+    ``fill`` itself if there are no weights or no self-loops.
+    """
+    if weight is None or not fill:
+        return fill
+    weights = view.loop_weight(weight).to(dtype)[:, None]
+    is_added = weights.isnan()
+    return fill if is_added.all() else torch.where(is_added, fill, weights)
+
+
+def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float | Tensor, dtype: torch.dtype) -> Tensor:
     """[N_src, 1] d^(−1/2), d = ``loop`` + the sum of in-edge weights; 0 where d is 0.
 
     With the store's weights, d is the degree in the whole graph. Other weights, for example learnt ones, are summed
@@ -27,15 +39,17 @@ def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float, 
         raise ConfigError("weights other than the store's need all nodes as destinations, found a block")
     else:
         ones = torch.ones(view.num_src, 1, dtype=dtype)
-        degree = view.aggregate(ones, weight=weight, self_loops=loop > 0) + max(loop - 1, 0)
+        has_loops = isinstance(loop, Tensor) or loop > 0
+        degree = view.aggregate(ones, weight=weight, self_loops=has_loops) + (loop - 1 if has_loops else 0)
     return torch.where(degree > 0, degree, torch.inf).rsqrt()
 
 
 class GCNConv(torch.nn.Module):
     """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
 
-    Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store replaces the added one; with
-    ``add_self_loops=False`` it is an edge, but not part of the degree. ``residual`` adds Θ_r x_i (``res.weight``),
+    Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store replaces the added one, with
+    its weight; of parallel ones the last counts. With ``add_self_loops=False`` it is an edge, but not part of the
+    degree. ``residual`` adds Θ_r x_i (``res.weight``),
     which PyG's GCNConv does not have.
     """
 
@@ -109,18 +123,20 @@ class GCNConv(torch.nn.Module):
         """Aggregate; ``fresh`` rows may be scaled in place."""
         if not self.normalize:
             return view.aggregate(x, weight=weight)
-        scale = inverse_sqrt_degree(view, weight, loop=self.loop, dtype=accumulate_dtype(x.dtype))
-        return normalized_sum(view, x, weight, scale=scale, loop=self.loop, fresh=fresh)
+        return normalized_sum(view, x, weight, loop=self.loop, fresh=fresh)
 
 
-def normalized_sum(
-    view: GraphView, x: Tensor, weight: Tensor | None, *, scale: Tensor, loop: float, fresh: bool
-) -> Tensor:
-    """``scale_i (Σ_j e_ji scale_j x_j + loop · scale_i x_i)``."""
+def normalized_sum(view: GraphView, x: Tensor, weight: Tensor | None, *, loop: float, fresh: bool) -> Tensor:
+    """``scale_i (Σ_j e_ji scale_j x_j + loop_i scale_i x_i)``; ``loop`` is the weight of self-loops that are added."""
+    dtype = accumulate_dtype(x.dtype)
+    loops = loop_weights(view, weight, fill=loop, dtype=dtype)
+    scale = inverse_sqrt_degree(view, weight, loop=loops, dtype=dtype)
     # Rows are scaled on both sides instead of weighting edges: a rank has the degrees of its own rows only.
     in_place = fresh and not scale.requires_grad
     x = x.mul_(scale) if in_place else x * scale
     out = view.aggregate(x, weight=weight, self_loops=loop > 0)
-    if loop > 1:
+    if isinstance(loops, Tensor):
+        out = out + first_rows(x, view.num_dst) * first_rows(loops - 1, view.num_dst)
+    elif loop > 1:
         out = out.add_(first_rows(x, view.num_dst), alpha=loop - 1)
     return out * first_rows(scale, view.num_dst) if scale.requires_grad else out.mul_(first_rows(scale, view.num_dst))

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.conv.gcn import inverse_sqrt_degree, normalized_sum
+from gnnfleet.nn.conv.gcn import normalized_sum
 from gnnfleet.nn.linear import glorot_
-from gnnfleet.ops.aggregate import accumulate_dtype
 
 
 class GCN2Conv(torch.nn.Module):
@@ -48,8 +47,7 @@ class GCN2Conv(torch.nn.Module):
     def forward(self, view: GraphView, x: Tensor, x_0: Tensor, *, weight: Tensor | None = None) -> Tensor:
         """[N_src, F], x_0 at least [N_dst, F] → [N_dst, F]."""
         if self.normalize:
-            scale = inverse_sqrt_degree(view, weight, loop=self.loop, dtype=accumulate_dtype(x.dtype))
-            propagated = normalized_sum(view, x, weight, scale=scale, loop=self.loop, fresh=False)
+            propagated = normalized_sum(view, x, weight, loop=self.loop, fresh=False)
         else:
             propagated = view.aggregate(x, weight=weight)
         initial = first_rows(x_0, view.num_dst)

@@ -19,7 +19,7 @@ from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
-from gnnfleet.graph.views.view_base import Degrees, NodeRows, selected_degrees
+from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
 
 
@@ -199,6 +199,14 @@ class RelationBlocks:
         """[n] one over the number of in-edges; 1 for rows without."""
         return self.degree(self_loops=self_loops).clamp(min=1).to(dtype).reciprocal()
 
+    @cached_property
+    def last_loops(self) -> tuple[Tensor, Tensor]:
+        """(rows with a self-loop, position of the last one of each)."""
+        block = self.in_blocks[self.part]
+        columns = block.structure.col if self.kind.src == self.kind.dst else torch.tensor(-1)
+        rows, positions = last_loops_of(edge_rows(block), columns, block.edge_ids)
+        return rows, positions + block.edges.start
+
     def neighbor_weight(self, *, weighted: bool) -> Tensor:
         """[n] float64: the sum of the weights of in-edges, or their number, without self-loops."""
         total = torch.zeros(self.num_rows, dtype=torch.float64)
@@ -247,12 +255,16 @@ def _part_degrees(blocks: PartitionBlocks, node_type: str) -> Degrees:
     """In-degrees of local rows in the whole graph, computed once."""
 
     @cache
-    def degree(weighted: bool) -> Tensor:
-        total = torch.zeros(blocks.nodes[node_type].num_dst, dtype=torch.float64)
-        for kind, edges in blocks.edges.items():
-            if kind.dst == node_type:
-                total += edges.neighbor_weight(weighted=weighted)
-        return total.float()
+    def degree(kind: int) -> Tensor:
+        fill = torch.nan if kind == LOOPS else 0.0
+        total = torch.full((blocks.nodes[node_type].num_dst,), fill, dtype=torch.float64)
+        for edges in (edges for name, edges in blocks.edges.items() if name.dst == node_type):
+            if kind == LOOPS:
+                rows, positions = edges.last_loops
+                total[rows] = 1.0 if edges.weight is None else edges.weight[positions].double()
+            else:
+                total += edges.neighbor_weight(weighted=bool(kind))
+        return total if kind else total.float()
 
     return degree
 

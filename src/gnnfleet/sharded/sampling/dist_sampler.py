@@ -8,7 +8,7 @@ sent. M batches, S nodes reached, E edges drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.sampling.sampler import BlockBuilder, Fanouts, SampledEdges, hop_counts, sampling_scale
 from gnnfleet.graph.views.local import LocalView
+from gnnfleet.graph.views.view_base import Degrees
 from gnnfleet.ops.csr import CSR, put_segments
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
@@ -57,7 +58,7 @@ class SampledBatch:
     key: DrawKey
     nodes: dict[str, SampledNodes]
     views: list[LocalView] = field(default_factory=list)
-    degrees: dict[str, Callable[[bool], Tensor]] = field(default_factory=dict)  # set when the batch's rows are fetched
+    degrees: dict[str, Degrees] = field(default_factory=dict)  # set when the batch's rows are fetched
     scratch: int = 0  # bytes of working memory for sampling, kept for the next call
 
     @property
@@ -69,7 +70,7 @@ class SampledBatch:
         """Store ids of the nodes of other partitions whose features are read."""
         return self.ids[kind][torch.cat(self.nodes[kind].remote_rows)]
 
-    def degrees_of(self, kind: str, ids: Tensor) -> Callable[[bool], Tensor]:
+    def degrees_of(self, kind: str, ids: Tensor) -> Degrees:
         """Degrees of the first rows, for views to call once rows are fetched."""
         degrees = self.degrees  # not self: views keep this function, and a cycle would keep the batch in memory
         return lambda weighted: degrees[kind](weighted)[: len(ids)]

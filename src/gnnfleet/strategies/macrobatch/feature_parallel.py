@@ -8,7 +8,7 @@ P ranks, F features, N nodes, H the width of the first layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes
 from gnnfleet.comm.collectives import max_over_ranks
 from gnnfleet.comm.world import World
 from gnnfleet.graph.views.local import LocalEdges, LocalView
-from gnnfleet.graph.views.view_base import NodeRows
+from gnnfleet.graph.views.view_base import Degrees, NodeRows, stored_degrees
 from gnnfleet.nn.base import Model
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.gather import gather
@@ -34,18 +34,18 @@ _NO_IDS = torch.empty(0, dtype=torch.int64)
 class FeatureColumns:
     """Collective. This rank's columns, [N, F / P] by store id."""
 
-    def __init__(self, world: World, x: Tensor, ids: Tensor, degrees: dict[bool, Tensor], count: int) -> None:
+    def __init__(self, world: World, x: Tensor, ids: Tensor, degrees: dict[int, Tensor], count: int) -> None:
         self._world, width = world, int(x.shape[1])
         bounds = [width * q // world.size for q in range(world.size + 1)]
         self.columns = slice(bounds[world.rank], bounds[world.rank + 1])
         self.rows = torch.empty(count, bounds[world.rank + 1] - bounds[world.rank], dtype=x.dtype)
-        self._degree = {weighted: torch.empty(count, dtype=torch.float32) for weighted in degrees}
+        self._degree = {number: torch.empty(count, dtype=degree.dtype) for number, degree in degrees.items()}
         step = max(1, PIECE_BYTES // max(1, width * x.element_size()))
         for start in range(0, int(max_over_ranks(world, len(ids))), step):
             self._redistribute(x, ids, degrees, bounds, slice(start, start + step))
 
     def _redistribute(
-        self, x: Tensor, ids: Tensor, degrees: dict[bool, Tensor], bounds: list[int], piece: slice
+        self, x: Tensor, ids: Tensor, degrees: dict[int, Tensor], bounds: list[int], piece: slice
     ) -> None:
         messages = []
         for q in range(self._world.size):
@@ -62,15 +62,15 @@ class FeatureColumns:
             received_ids = buffer.read(count, torch.int64)
             self.rows[received_ids] = buffer.read(count, self.rows.dtype, self.rows.shape[1])
             for degree in self._degree.values():
-                degree[received_ids] = buffer.read(count, torch.float32)
+                degree[received_ids] = buffer.read(count, degree.dtype)
 
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes + sum(degree.nbytes for degree in self._degree.values())
 
-    def degrees_of(self, ids: Tensor) -> Callable[[bool], Tensor]:
+    def degrees_of(self, ids: Tensor) -> Degrees:
         """In-degrees of nodes by store id; weighted if the graph has weights."""
-        return lambda weighted: self._degree[weighted and True in self._degree][ids]
+        return stored_degrees(lambda number: self._degree[number][ids], self._degree)
 
     def exchange_blocks(self, world: World, sampled: Sequence[SampledBatch]) -> list[list[LocalView]]:
         """Collective. By batch and rank, the first blocks of all ranks. One round."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from itertools import islice
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gnnfleet.graph.sampling.loader import prepare_backward
 from gnnfleet.graph.views.local import LocalView
+from gnnfleet.graph.views.view_base import Degrees, stored_degrees
 from gnnfleet.ops.buffers import empty_buffer
 from gnnfleet.ops.gather import gather
 from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler, SampledBatch
@@ -24,7 +26,7 @@ from gnnfleet.strategies.macrobatch.feature_parallel import FeatureColumns
 from gnnfleet.strategies.macrobatch.host_cache import HostCache, HostRequests
 from gnnfleet.tasks.base import Batch, Task
 
-DEGREE, WEIGHTED = "degree", "weighted degree"
+DEGREE_TABLES = "degree", "weighted degree", "self-loops"  # by kind of ``Degrees``
 """Names of tables in the feature store, beside those of features and aggregates."""
 
 
@@ -176,22 +178,15 @@ class BatchReader:
             local, sources = tables[table], replace(sources, local=torch.searchsorted(rows, sources.local))
         return sources.read(local, self._remote[kind][table], out=out)
 
-    def _degrees(self, kind: str) -> Callable[[bool], Tensor]:
+    def _degrees(self, kind: str) -> Degrees:
         """Degrees of the batch's nodes. Views keep this function, so it must not refer to the reader and its rows."""
         tables = {
-            name: (self._features.rows[kind][name], self._remote[kind][name])
-            for name in (DEGREE, WEIGHTED)
+            number: (self._features.rows[kind][name], self._remote[kind][name])
+            for number, name in enumerate(DEGREE_TABLES)
             if name in self._features.rows[kind]
         }
-        sources, cached = self._sources[kind], dict[str, Tensor]()
-
-        def degree(weighted: bool) -> Tensor:
-            name = WEIGHTED if weighted and WEIGHTED in tables else DEGREE
-            if name not in cached:
-                cached[name] = sources.read(*tables[name])[:, 0]
-            return cached[name]
-
-        return degree
+        sources = self._sources[kind]
+        return stored_degrees(cache(lambda number: sources.read(*tables[number])[:, 0]), tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.collectives import all_gather_rows, min_over_ranks, sum_over_ranks
+from gnnfleet.comm.collectives import all_gather_rows, max_over_ranks, min_over_ranks, sum_over_ranks
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.shared_memory import ranks_on_this_host
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 from gnnfleet.graph.sampling.prefetch import prefetch_items
+from gnnfleet.graph.views.view_base import COUNT, LOOPS, WEIGHTED
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
@@ -38,8 +39,7 @@ from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.feature_parallel import FeatureColumns
 from gnnfleet.strategies.macrobatch.fetch import (
-    DEGREE,
-    WEIGHTED,
+    DEGREE_TABLES,
     BatchReader,
     BatchSampler,
     FetchStats,
@@ -264,20 +264,21 @@ class MacrobatchStrategy(PartitionedStrategy):
         shard, tables = require_shard(self._job), dict[str, dict[str, Tensor]]()
         for kind in self._view.nodes:
             x, degrees = shard.nodes(kind).x, self._degrees(kind)
-            tables[kind] = {DEGREE: degrees[False][:, None].contiguous()}
+            tables[kind] = {DEGREE_TABLES[number]: degree[:, None].contiguous() for number, degree in degrees.items()}
             if x is not None:
                 tables[kind][X] = x.contiguous()
-            if True in degrees:
-                tables[kind][WEIGHTED] = degrees[True][:, None].contiguous()
         for kind, name, rows in aggregate_tables(self._aggregated, self._target):
             tables[kind][name] = rows.contiguous()
         return tables
 
-    def _degrees(self, kind: str) -> dict[bool, Tensor]:
-        """{weighted: in-degrees}; weighted only if an edge type into ``kind`` has weights."""
+    def _degrees(self, kind: str) -> dict[int, Tensor]:
+        """Collective. Weighted degrees only if an edge type into ``kind`` has weights, self-loops only if any exist."""
         rows, edges = self._view.nodes[kind], self._job.graph.edges
         has_weights = any(table.weight is not None for name, table in edges.items() if name.dst == kind)
-        return {weighted: rows.degree(weighted) for weighted in ((False, True) if has_weights else (False,))}
+        degrees = {number: rows.degree(number) for number in ((COUNT, WEIGHTED, LOOPS) if has_weights else (COUNT,))}
+        if has_weights and not max_over_ranks(self._world, float((~degrees[LOOPS].isnan()).any())):
+            del degrees[LOOPS]
+        return degrees
 
 
 def _check_columns(config: MacrobatchConfig, job: Job) -> None:
