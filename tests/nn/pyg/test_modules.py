@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.pyg.module import PygModule
-from tests.equivalence.spread import KEY, NODES, cut_graph, loss_weights, open_view, plain_graph
-from tests.nn.pyg.zoo import IN, MODULES, REFUSED, build
+from tests.equivalence.spread import KEY, cut_graph, open_view, plain_graph
+from tests.nn.pyg.outcomes import Outcome, assert_equal, joined, outcome, run_on_view, run_plain
+from tests.nn.pyg.zoo import IN, MODULES, REFUSED
 from tests.ranks import RankPool
 
 
-def outcome(module: torch.nn.Module, out: Tensor, x: Tensor, ids: Tensor) -> dict[str, Any]:
-    """Run backward; everything that must be equal."""
-    (out * loss_weights(out.detach().new_zeros(NODES, *out.shape[1:]))[ids]).sum().backward()
-    return {
-        "ids": ids,
-        "out": out.detach(),
-        "x": torch.zeros_like(x) if x.grad is None else x.grad,
-        "parameters": {name: parameter.grad for name, parameter in module.named_parameters()},
-        "buffers": {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.is_floating_point()},
-    }
+def plain(name: str) -> Outcome:
+    return run_plain((MODULES | REFUSED)[name])
 
 
-def plain(name: str) -> dict[str, Any]:
-    """The module as torch_geometric runs it."""
-    graph, module = plain_graph(), build(name)
-    edges = graph.single_edges
-    assert edges.weight is not None and edges.attr is not None and graph.single_nodes.x is not None
-    inputs = {"edge_weight": edges.weight.double(), "edge_attr": edges.attr.double()}
-    inputs = {
-        key: value
-        for key, value in inputs.items()
-        if key in inspect.signature(module.forward).parameters and getattr(module, f"supports_{key}", True)
-    }
-    x = graph.single_nodes.x.double().requires_grad_()
-    return outcome(module, module(x, edges.edge_index().long(), **inputs), x, torch.arange(NODES))
-
-
-def on_view(view: Any, name: str) -> dict[str, Any]:
-    module = build(name)
-    features = plain_graph().single_nodes.x
-    assert features is not None
-    x = features.double()[view.node_ids].requires_grad_()
-    return outcome(module, PygModule(module)(view, x), x, view.node_ids)
+def on_view(view: Any, name: str) -> Outcome:
+    return run_on_view(view, (MODULES | REFUSED)[name])
 
 
 def on_rank(world: World, path: str, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -62,35 +34,6 @@ def on_rank(world: World, path: str, names: list[str]) -> dict[str, dict[str, An
         except ConfigError as error:
             outcomes[name] = {"refused": str(error)}
     return outcomes
-
-
-def joined(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put rows in store order and sum the gradients of parameters."""
-    first = outcomes[0]
-    rows = {name: torch.empty(NODES, *first[name].shape[1:], dtype=torch.float64) for name in ("out", "x")}
-    for one in outcomes:
-        for name, table in rows.items():
-            table[one["ids"]] = one[name]
-    parameters = {}
-    for name in first["parameters"]:
-        grads = [one["parameters"][name] for one in outcomes if one["parameters"][name] is not None]
-        parameters[name] = torch.stack(grads).sum(0) if grads else None
-    return {**rows, "parameters": parameters, "buffers": first["buffers"]}
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any], name: str) -> None:
-    for key, value in _tensors(expected).items():
-        other = _tensors(actual)[key]
-        if value is None and other is None:
-            continue
-        zeros = torch.zeros_like(other if value is None else value)
-        message = f"{name}, {key}: {{}}".format
-        other, value = (zeros if tensor is None else tensor for tensor in (other, value))
-        torch.testing.assert_close(other, value, rtol=1e-10, atol=1e-10, msg=message)
-
-
-def _tensors(outcome: dict[str, Any]) -> dict[str, Tensor | None]:
-    return {"out": outcome["out"], "x": outcome["x"], **outcome["parameters"], **outcome["buffers"]}
 
 
 @pytest.mark.parametrize("name", MODULES)

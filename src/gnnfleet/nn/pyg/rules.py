@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import batch_norm
+from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
 
@@ -30,9 +31,11 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for child in module.modules():
             _track_edges(rules, child, stack)
-            norm = next((_NORMS[kind.__name__] for kind in type(child).__mro__ if kind.__name__ in _NORMS), None)
-            if norm is not None and type(child).__module__.startswith("torch_geometric."):
-                child.__dict__["forward"] = partial(norm, view, child, child.forward)
+            _forget_other_graphs(child, stack)
+            names = (kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch_geometric."))
+            rule = next((_MODULE_RULES[name] for name in names if name in _MODULE_RULES), None)
+            if rule is not None:
+                child.__dict__["forward"] = partial(rule, view, child, child.forward)
                 stack.callback(child.__dict__.pop, "forward")
         stack.enter_context(rules)
         yield
@@ -49,6 +52,16 @@ class _PassRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func)
         return func(*args, **(kwargs or {})) if rule is None else rule(self, func, *args, **(kwargs or {}))
+
+
+def _forget_other_graphs(module: torch.nn.Module, stack: ExitStack) -> None:
+    """Switch off what ``cached=True`` keeps: edges of another view."""
+    for name in vars(module):
+        if name.startswith("_cached_"):
+            setattr(module, name, None)
+    if getattr(module, "cached", None) is True:
+        module.cached = False  # type: ignore[assignment]
+        stack.callback(setattr, module, "cached", True)
 
 
 def _track_edges(rules: _PassRules, module: torch.nn.Module, stack: ExitStack) -> None:
@@ -94,6 +107,12 @@ def _dropout(
     return rules.view.dropout(rows, p, mask_id=rules.num_dropouts, edge_ids=edge_ids).view(input.shape)
 
 
+def _attention(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs["training"] and args[10] > 0:  # dropout_p
+        _refuse_draws(rules, func)
+    return func(*args, **kwargs)
+
+
 def _batch_norm(
     rules: _PassRules,
     func: Any,
@@ -106,20 +125,25 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training:
-        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
-    width = input.shape[1]
     norm = SimpleNamespace(
-        running_mean=input.new_zeros(width) if running_mean is None else running_mean,
-        running_var=input.new_ones(width) if running_var is None else running_var,
-        weight=input.new_ones(width) if weight is None else weight,
-        bias=input.new_zeros(width) if bias is None else bias,
-        num_batches_tracked=torch.zeros(()),  # the module counts by itself
-        training=True,
-        momentum=momentum,
-        eps=eps,
+        running_mean=running_mean, running_var=running_var, weight=weight, bias=bias, momentum=momentum, eps=eps
     )
-    return batch_norm(rules.view, input, norm)  # type: ignore[arg-type]
+    if training:
+        return _norm_columns(rules.view, norm, input)
+    return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
+
+
+def _norm_columns(view: GraphView, module: Any, x: Tensor) -> Tensor:
+    """Collective. Batch norm in training, of which the module may lack weights and running statistics."""
+    zeros = {"running_mean": x.new_zeros(x.shape[1]), "bias": x.new_zeros(x.shape[1])}
+    ones = {"running_var": x.new_ones(x.shape[1]), "weight": x.new_ones(x.shape[1])}
+    tensors = {
+        name: default if getattr(module, name) is None else getattr(module, name)
+        for name, default in (zeros | ones).items()
+    }
+    counter = torch.zeros(())  # the module counts by itself
+    options = {"training": True, "momentum": module.momentum, "eps": module.eps, "num_batches_tracked": counter}
+    return batch_norm(view, x, SimpleNamespace(**tensors, **options))  # type: ignore[arg-type]
 
 
 def _refuse_draws(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +154,7 @@ def _refuse_draws(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> An
 _RULES: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
     functional.batch_norm: _batch_norm,
+    functional.multi_head_attention_forward: _attention,
     **dict.fromkeys(
         [
             torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randperm, torch.randint, torch.bernoulli,
@@ -142,7 +167,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# -- norms over all nodes: (view, module, the forward they replace, arguments of the call) --
+# -- norms over all nodes: (view, module, x) → x --
 
 
 def _mean(view: GraphView, x: Tensor) -> Tensor:
@@ -151,63 +176,49 @@ def _mean(view: GraphView, x: Tensor) -> Tensor:
     return total[:-1] / total[-1].detach()
 
 
-def _pair_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Tensor:
-    if batch is not None:
-        return forward(x, batch, *args)  # type: ignore[no-any-return]
+def _pair_norm(view: GraphView, module: Any, x: Tensor) -> Any:
     x = x - _mean(view, x)
     if module.scale_individually:
-        return module.scale * x / (module.eps + x.norm(2, -1, keepdim=True))  # type: ignore[no-any-return]
+        return module.scale * x / (module.eps + x.norm(2, -1, keepdim=True))
     squares = _mean(view, x.pow(2).sum(-1, keepdim=True))
-    return module.scale * x / (module.eps + squares).sqrt()  # type: ignore[no-any-return]
+    return module.scale * x / (module.eps + squares).sqrt()
 
 
-def _graph_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Tensor:
-    if batch is not None:
-        return forward(x, batch, *args)  # type: ignore[no-any-return]
+def _graph_norm(view: GraphView, module: Any, x: Tensor) -> Any:
     x = x - _mean(view, x) * module.mean_scale
-    return module.weight * x / (_mean(view, x.pow(2)) + module.eps).sqrt() + module.bias  # type: ignore[no-any-return]
+    return module.weight * x / (_mean(view, x.pow(2)) + module.eps).sqrt() + module.bias
 
 
-def _graph_layer_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Tensor:
-    if batch is not None or module.mode != "graph":
-        return forward(x, batch, *args)  # type: ignore[no-any-return]
+def _graph_layer_norm(view: GraphView, module: Any, x: Tensor) -> Any:
+    if module.mode != "graph":
+        return type(module).forward(module, x)
     x = x - _mean(view, x).mean()
     x = x / (_mean(view, x.pow(2)).mean().sqrt() + module.eps)
     return x if module.weight is None else x * module.weight + module.bias
 
 
-def _mean_subtraction_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Any:
-    return forward(x, batch, *args) if batch is not None else x - _mean(view, x)
-
-
-def _graph_size_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Any:
-    if batch is not None:
-        return forward(x, batch, *args)
-    return x * view.sum_over_nodes(x.new_full((1,), len(x))).pow(-0.5)
-
-
-def _instance_norm(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Any:
+def _instance_norm(view: GraphView, module: Any, x: Tensor) -> Any:
     uses_statistics = module.training or not module.track_running_stats
-    if batch is not None or not uses_statistics:
-        return forward(x, batch, *args)
-    norm = SimpleNamespace(
-        running_mean=x.new_zeros(x.shape[1]) if module.running_mean is None else module.running_mean,
-        running_var=x.new_ones(x.shape[1]) if module.running_var is None else module.running_var,
-        weight=x.new_ones(x.shape[1]) if module.weight is None else module.weight,
-        bias=x.new_zeros(x.shape[1]) if module.bias is None else module.bias,
-        num_batches_tracked=torch.zeros(()),
-        training=True,
-        momentum=module.momentum,
-        eps=module.eps,
-    )
-    return batch_norm(view, x, norm)  # type: ignore[arg-type]
+    return _norm_columns(view, module, x) if uses_statistics else type(module).forward(module, x)
 
 
-_NORMS: dict[str, Callable[..., Any]] = {
+_NORMS: dict[str, Callable[[GraphView, Any, Tensor], Any]] = {
     "PairNorm": _pair_norm,
     "GraphNorm": _graph_norm,
     "LayerNorm": _graph_layer_norm,
-    "MeanSubtractionNorm": _mean_subtraction_norm,
-    "GraphSizeNorm": _graph_size_norm,
+    "MeanSubtractionNorm": lambda view, module, x: x - _mean(view, x),
+    "GraphSizeNorm": lambda view, module, x: x * view.sum_over_nodes(x.new_full((1,), len(x))).pow(-0.5),
     "InstanceNorm": _instance_norm,
 }
+
+
+def _norm_rule(name: str) -> Callable[..., Any]:
+    """Apply a norm to calls without a batch vector, which are of one graph."""
+
+    def rule(view: GraphView, module: Any, forward: Any, x: Tensor, batch: Any = None, *args: Any) -> Any:
+        return _NORMS[name](view, module, x) if batch is None else forward(x, batch, *args)
+
+    return rule
+
+
+_MODULE_RULES = GLOBAL_MODULES | {name: _norm_rule(name) for name in _NORMS}

@@ -33,6 +33,13 @@ class SourceFetcher:
     def num_local(self) -> int:
         return len(self.edges.source_ids)
 
+    @property
+    def is_whole_graph(self) -> bool:
+        """True if the rows of nodes are numbered as in the store, so that their numbers mean what a module expects."""
+        ids, edges = self.edges.source_ids, self.edges
+        is_local = not edges.has_remote_sources and edges.num_dst == len(ids)
+        return is_local and bool((ids == torch.arange(len(ids), device=ids.device)).all())
+
     def fetch(self, x: Tensor, dim: int = 0) -> Tensor:
         """Collective. x with a row for every source along ``dim``."""
         if not self.edges.has_remote_sources:
@@ -82,9 +89,11 @@ class SourceIndex(Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _PLAIN_RESULTS:
+        index = next((value for value in args if isinstance(value, SourceIndex)), None)
+        is_whole = index is not None and index.fetcher.is_whole_graph
+        if is_whole or getattr(func, "__name__", "") in _PLAIN_RESULTS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*(plain(args) if is_whole else args), **(kwargs or {}))
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         raise ConfigError(f"{name} is applied to the sources of edges, whose numbers differ between parts of the graph")
 

@@ -1,0 +1,98 @@
+"""Outputs, gradients and buffers of a module, run by torch_geometric, on a view, and on parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnfleet.nn.pyg.module import PygModule
+from tests.equivalence.spread import NODES, loss_weights, plain_graph
+
+Outcome = dict[str, Any]
+
+
+def build(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return make().double().train()
+
+
+def outcome(module: torch.nn.Module, out: Tensor, x: Tensor, ids: Tensor) -> Outcome:
+    """Run backward; everything that must be equal."""
+    (out * loss_weights(out.detach().new_zeros(NODES, *out.shape[1:]))[ids]).sum().backward()
+    return {
+        "ids": ids,
+        "out": out.detach(),
+        "x": torch.zeros_like(x) if x.grad is None else x.grad,
+        "parameters": {name: parameter.grad for name, parameter in module.named_parameters()},
+        "buffers": {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.is_floating_point()},
+    }
+
+
+def run_plain(make: Callable[[], torch.nn.Module]) -> Outcome:
+    """The module as torch_geometric runs it."""
+    graph, module = plain_graph(), build(make)
+    edges = graph.single_edges
+    assert edges.weight is not None and edges.attr is not None and graph.single_nodes.x is not None
+    inputs = {"edge_weight": edges.weight.double(), "edge_attr": edges.attr.double()}
+    inputs = {
+        key: value
+        for key, value in inputs.items()
+        if key in inspect.signature(module.forward).parameters and getattr(module, f"supports_{key}", True)
+    }
+    x = graph.single_nodes.x.double().requires_grad_()
+    return outcome(module, module(x, edges.edge_index().long(), **inputs), x, torch.arange(NODES))
+
+
+def run_on_view(view: Any, make: Callable[[], torch.nn.Module]) -> Outcome:
+    module = build(make)
+    features = plain_graph().single_nodes.x
+    assert features is not None
+    x = features.double()[view.node_ids].requires_grad_()
+    return outcome(module, PygModule(module)(view, x), x, view.node_ids)
+
+
+def joined(outcomes: list[Outcome]) -> Outcome:
+    """Put rows in store order and sum the gradients of parameters."""
+    first = outcomes[0]
+    rows = {name: torch.empty(NODES, *first[name].shape[1:], dtype=torch.float64) for name in ("out", "x")}
+    for one in outcomes:
+        for name, table in rows.items():
+            table[one["ids"]] = one[name]
+    for name, buffer in first["buffers"].items():
+        for one in outcomes[1:]:
+            torch.testing.assert_close(one["buffers"][name], buffer, msg=f"{name} is not the same on all ranks")
+    parameters = {}
+    for name in first["parameters"]:
+        grads = [one["parameters"][name] for one in outcomes if one["parameters"][name] is not None]
+        parameters[name] = torch.stack(grads).sum(0) if grads else None
+    return {**rows, "parameters": parameters, "buffers": first["buffers"]}
+
+
+def largest_error(actual: Outcome, expected: Outcome) -> float:
+    """The largest difference of any tensor; infinity where only one of them is a number."""
+    return max(float((one - other).abs().nan_to_num(torch.inf).max()) for _, one, other in pairs(actual, expected))
+
+
+def assert_equal(actual: Outcome, expected: Outcome, name: str) -> None:
+    for key, one, other in pairs(actual, expected):
+        message = f"{name}, {key}: {{}}".format
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=message)
+
+
+def pairs(actual: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, tensor, expected tensor), with zeros for a gradient that one of them lacks."""
+    tensors = []
+    for key, value in _tensors(expected).items():
+        other = _tensors(actual)[key]
+        if value is not None or other is not None:
+            zeros = torch.zeros_like(value if value is not None else other)  # type: ignore[arg-type]
+            tensors.append((key, *(zeros if tensor is None else tensor for tensor in (other, value))))
+    return tensors
+
+
+def _tensors(outcome: Outcome) -> dict[str, Tensor | None]:
+    return {"out": outcome["out"], "x": outcome["x"], **outcome["parameters"], **outcome["buffers"]}
