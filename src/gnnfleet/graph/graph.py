@@ -220,6 +220,10 @@ class Graph:
     def is_hetero(self) -> bool:
         return len(self.nodes) > 1 or len(self.edges) > 1
 
+    def metadata(self) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Node types and edge types, as torch_geometric's heterogeneous modules take them."""
+        return list(self.nodes), [tuple(edge_type) for edge_type in self.edges]
+
     @property
     def node_offsets(self) -> dict[str, int]:
         """First number of each node type when all types are numbered in order."""

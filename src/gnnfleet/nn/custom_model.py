@@ -117,21 +117,18 @@ def _check_signature(factory: Callable[..., Any], name: str) -> None:
         return
 
 
-def _as_model(module: torch.nn.Module, name: str, graph: Graph) -> Model:
+def _as_model(module: torch.nn.Module, graph: Graph) -> Model:
     """Wrap a module with torch_geometric's call."""
     from gnnfleet.nn.pyg.module import PygModule
 
-    if len(graph.nodes) > 1 or len(graph.edges) > 1:
-        raise ConfigError(
-            f"{name} returned {type(module).__name__}, which takes one node type and one edge type: this graph has "
-            f"{len(graph.nodes)} and {len(graph.edges)}. Use the model rgcn, or a gf.nn.Model"
-        )
-    return PygModule(module)
+    model = PygModule(module)
+    model.prepare(graph)
+    return model
 
 
 def _checked(model: Any, name: str, out_channels: int, graph: Graph) -> Model:
     if isinstance(model, torch.nn.Module) and not isinstance(model, Model):
-        module = _as_model(model, name, graph)
+        module = _as_model(model, graph)
         module.out_channels = out_channels
         return module
     if not isinstance(model, Model):

@@ -74,6 +74,12 @@ def _moments(view: GraphView, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, var, count
 
 
+def mean_over_nodes(view: GraphView, x: Tensor) -> Tensor:
+    """Collective. [F] mean over the nodes of all ranks."""
+    total = view.sum_over_nodes(torch.cat([x.sum(0), x.new_full((1,), len(x))]))
+    return total[:-1] / total[-1].detach()
+
+
 def make_norm(name: str, width: int) -> torch.nn.Module | None:
     """Build the norm ``layer`` or ``batch``; None for ``none``."""
     if name == "none":

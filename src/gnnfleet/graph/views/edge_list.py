@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gnnfleet.graph.graph import EdgeType
+
 
 def _same_rows(x: Tensor) -> Tensor:
     return x
@@ -28,10 +30,16 @@ class EdgeList:
     num_fetched: int  # M
     weight: Tensor | None = None  # [E]
     attr: Tensor | None = None  # [E, F]
+    edge_type: EdgeType | None = None  # None: edges of several types
     fetch: Callable[[Tensor], Tensor] = _same_rows
     """Collective. [N_src, F] → [M, F], differentiable."""
     send_back: Callable[[Tensor], Tensor] = _same_rows
     """Collective. The transpose of ``fetch``: [M, F] → [N_src, F], remote rows are added to those of their owners."""
+
+    @property
+    def is_bipartite(self) -> bool:
+        """True if sources and destinations are of two node types, so that their row numbers are unrelated."""
+        return self.edge_type is not None and self.edge_type.src != self.edge_type.dst
 
     @property
     def has_remote_sources(self) -> bool:

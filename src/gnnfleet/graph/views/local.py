@@ -224,12 +224,15 @@ class LocalView(ViewBase[LocalEdges]):
         )
         return edges.scaled(out, reduce)
 
-    def edge_list(self) -> EdgeList:
-        edges, ids = self._edges, self.node_ids
-        rows, num_rows = edges.structure.row.long(), len(ids)
-        return EdgeList(
-            edges.structure.col.long(), rows, edges.edge_ids, ids, self.num_dst, num_rows, edges.weight, edges.attr
+    def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
+        edge_type = edge_type or self._edge_type
+        edges, ids, num_dst = (
+            self.relations[edge_type],
+            self.nodes[edge_type.src].node_ids,
+            self.nodes[edge_type.dst].num_dst,
         )
+        rows, cols = edges.structure.row.long(), edges.structure.col.long()
+        return EdgeList(cols, rows, edges.edge_ids, ids, num_dst, len(ids), edges.weight, edges.attr, edge_type)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))

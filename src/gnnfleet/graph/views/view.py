@@ -39,6 +39,9 @@ class GraphView(Protocol):
     def node_types(self) -> tuple[str, ...]: ...
 
     @property
+    def edge_types(self) -> tuple[EdgeType, ...]: ...
+
+    @property
     def num_src(self) -> int: ...
 
     @property
@@ -121,8 +124,8 @@ class GraphView(Protocol):
     def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
         """Dropout drawn by key and store id, or by ``edge_ids``; ``mask_id`` distinguishes the masks of one layer."""
 
-    def edge_list(self) -> EdgeList:
-        """The edges as index tensors, for code that gathers rows by them."""
+    def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
+        """The edges of a type, by default the only one, as index tensors for code that gathers rows by them."""
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         """[n, …] rows of x by store id, on whatever rank they are; ids may repeat. Differentiable.

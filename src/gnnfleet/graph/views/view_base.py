@@ -118,10 +118,14 @@ class ViewBase(Generic[EdgeStorage]):
         return self.nodes[self._kind]
 
     @property
-    def _edges(self) -> EdgeStorage:
+    def _edge_type(self) -> EdgeType:
         if len(self.relations) != 1:
             raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
-        return next(iter(self.relations.values()))
+        return next(iter(self.relations))
+
+    @property
+    def _edges(self) -> EdgeStorage:
+        return self.relations[self._edge_type]
 
     @property
     def num_src(self) -> int:

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import UninitializedParameter
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Model, RowsByType
+from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
+from gnnfleet.nn.pyg.random_graph import random_graph_like
 from gnnfleet.nn.pyg.rules import pass_over
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
-_INPUTS = ("x", "edge_index", "edge_weight", "edge_attr")
+_INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 
 
 class PygModule(Model):
@@ -25,18 +30,24 @@ class PygModule(Model):
         super().__init__()
         self.module = module
         arguments, name = _arguments(module), type(module).__name__
-        if not {"x", "edge_index"} <= arguments.keys():
+        self.takes_mappings = takes_mappings(module, arguments)
+        inputs = {argument: argument for argument in arguments}
+        if self.takes_mappings:
+            inputs = {argument: argument.removesuffix("_dict") for argument in arguments}
+        if not {"x", "edge_index"} <= set(inputs.values()):
             raise ConfigError(f"{name}.forward takes {', '.join(arguments)}: expected arguments x and edge_index")
-        others = [argument for argument, is_required in arguments.items() if is_required and argument not in _INPUTS]
+        others = [
+            argument for argument, is_required in arguments.items() if is_required and inputs[argument] not in _INPUTS
+        ]
         if others:
             raise ConfigError(
-                f"{name}.forward needs {', '.join(others)}: expected x, edge_index, edge_weight, edge_attr, and "
-                "defaults for other arguments"
+                f"{name}.forward needs {', '.join(others)}: expected x, edge_index, edge_weight, edge_attr, edge_type, "
+                "and defaults for other arguments"
             )
-        self._edge_inputs = {
-            argument: arguments[argument]
-            for argument in ("edge_weight", "edge_attr")
-            if argument in arguments and getattr(module, f"supports_{argument}", True)
+        self._inputs = {
+            argument: (inputs[argument], is_required)
+            for argument, is_required in arguments.items()
+            if inputs[argument] in _INPUTS and getattr(module, f"supports_{argument}", True)
         }
 
     @property
@@ -52,21 +63,47 @@ class PygModule(Model):
     def reads_whole_graph(self) -> bool:
         return True
 
+    def prepare(self, graph: Graph) -> None:
+        """Check that the module takes the graph's types, and initialize its lazy parameters by a small pass."""
+        name, takes_relations = type(self.module).__name__, "edge_type" in self._inputs
+        if not self.takes_mappings and (len(graph.nodes) > 1 or (len(graph.edges) > 1 and not takes_relations)):
+            raise ConfigError(
+                f"{name} takes one node type and one edge type: this graph has {len(graph.nodes)} and "
+                f"{len(graph.edges)}. Use torch_geometric.nn.to_hetero(module, graph.metadata()), a module that takes "
+                "x_dict and edge_index_dict, or the model rgcn"
+            )
+        if any(isinstance(parameter, UninitializedParameter) for parameter in self.module.parameters()):
+            sample, was_training = random_graph_like(graph), self.module.training
+            with torch.no_grad():
+                self.eval()(LocalView.of_graph(sample), {kind: nodes.x for kind, nodes in sample.nodes.items()})
+            self.train(was_training)
+
     def compute(self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None) -> tuple[RowsByType, None]:
-        if isinstance(x, Mapping):
-            (x,) = x.values()
-        if x is None:
-            raise ConfigError("the module needs node features, and this graph has none")
-        edges = view.edge_list()
-        inputs = {}
-        for name, is_required in self._edge_inputs.items():
-            values = edges.weight if name == "edge_weight" else edges.attr
-            if values is not None:
-                inputs[name] = values.to(x.dtype)
-            elif is_required:
-                raise ConfigError(f"{type(self.module).__name__}.forward needs {name}, which this graph does not have")
+        tables = dict(x) if isinstance(x, Mapping) else {view.node_types[0]: x}
+        missing = [kind for kind, rows in tables.items() if rows is None or not rows.shape[1]]
+        if missing:
+            raise ConfigError(
+                f"nodes of type {', '.join(missing)} have no features, and a torch_geometric module needs x: "
+                "import features, as ones or degrees, or use a gf.nn model with model.embedding"
+            )
+        values = inputs_by_type(view, tables) if self.takes_mappings else self._inputs_of_one_type(view, tables)
+        inputs = {
+            argument: values[name] for argument, (name, _) in self._inputs.items() if values.get(name) is not None
+        }
+        for argument, (_, is_required) in self._inputs.items():
+            if is_required and argument not in inputs:
+                name = type(self.module).__name__
+                raise ConfigError(f"{name}.forward needs {argument}, which this graph does not have")
         with pass_over(view, self.module):
-            return self.module(x=x, edge_index=SourceIndex.of(edges), **inputs), None
+            out = self.module(**inputs)
+        return (OutputRows.of(out) if isinstance(out, Mapping) else out), None
+
+    def _inputs_of_one_type(self, view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, Any]:
+        (x,) = tables.values()
+        edges, numbers = joined_edge_list(view) if "edge_type" in self._inputs else (view.edge_list(), None)
+        weight, attr = (None if values is None else values.to(x.dtype) for values in (edges.weight, edges.attr))
+        index = SourceIndex.of(edges)
+        return {"x": x, "edge_index": index, "edge_weight": weight, "edge_attr": attr, "edge_type": numbers}
 
 
 def _arguments(module: torch.nn.Module) -> dict[str, bool]:
@@ -74,6 +111,8 @@ def _arguments(module: torch.nn.Module) -> dict[str, bool]:
     sequential = getattr(module, "signature", None)  # torch_geometric.nn.Sequential takes its inputs by name
     if sequential is not None and hasattr(sequential, "param_dict"):
         return dict.fromkeys(sequential.param_dict, True)
+    if type(module).__name__ == "HeteroConv":
+        return {"x_dict": True, "edge_index_dict": True}
     parameters = inspect.signature(module.forward).parameters.values()
     named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     return {parameter.name: parameter.default is parameter.empty for parameter in named}

@@ -19,9 +19,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
-from gnnfleet.nn.norm import batch_norm
+from gnnfleet.nn.norm import batch_norm, mean_over_nodes
 from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
+from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
 from gnnfleet.nn.pyg.source_index import SourceIndex
+
+_DROPOUTS = 16  # of edges in one call, at most
 
 
 @contextmanager
@@ -37,6 +40,8 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
             if rule is not None:
                 child.__dict__["forward"] = partial(rule, view, child, child.forward)
                 stack.callback(child.__dict__.pop, "forward")
+            if rules.row_types is not None:
+                stack.callback(child.register_forward_hook(rules.row_types.mark_mapping).remove)
         stack.enter_context(rules)
         yield
 
@@ -45,13 +50,25 @@ class _PassRules(TorchFunctionMode):
     def __init__(self, view: GraphView) -> None:
         super().__init__()
         self.view = view
-        self.num_dropouts = 0
+        # Dropouts of nodes, and of edges by call: a call may end early on a part without edges.
+        self.num_dropouts = self.num_edge_dropouts = 0
         self.edges: Tensor | None = None  # edge_index of the messages being computed
         self.propagated: Tensor | None = None
+        self.row_types = RowTypes(view) if len(view.node_types) > 1 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = _RULES.get(func)
-        return func(*args, **(kwargs or {})) if rule is None else rule(self, func, *args, **(kwargs or {}))
+        rule, kwargs = _RULES.get(func), kwargs or {}
+        out = func(*args, **kwargs) if rule is None else rule(self, func, *args, **kwargs)
+        if self.row_types is not None:
+            self.row_types.follow(func, args, kwargs, out)
+        return out
+
+    def begin_edges(self, edges: Any) -> None:
+        self.edges, self.num_edge_dropouts = edges, (self.num_edge_dropouts // _DROPOUTS + 1) * _DROPOUTS
+
+    def view_of(self, rows: Tensor) -> GraphView:
+        """The view of the node type of rows."""
+        return self.view if self.row_types is None else self.view.for_type(self.row_types.type_of(rows))
 
 
 def _forget_other_graphs(module: torch.nn.Module, stack: ExitStack) -> None:
@@ -70,19 +87,24 @@ def _track_edges(rules: _PassRules, module: torch.nn.Module, stack: ExitStack) -
         return
 
     def begin(_: Any, inputs: tuple[Any, ...]) -> None:
-        rules.edges = inputs[0]
+        rules.begin_edges(inputs[0])
 
     def propagate(_: Any, inputs: tuple[Any, ...]) -> None:
         rules.propagated = inputs[0]
 
+    def end_propagate(_: Any, inputs: tuple[Any, ...], out: Any) -> None:
+        if rules.row_types is not None:
+            rules.row_types.mark_result(inputs[0], out)
+
     def begin_messages(_: Any, inputs: Any) -> None:
-        rules.edges = rules.propagated
+        rules.begin_edges(rules.propagated)
 
     def end(_: Any, inputs: Any, out: Any) -> None:
         rules.edges = None
 
     for register, hook in (
         (module.register_propagate_forward_pre_hook, propagate),
+        (module.register_propagate_forward_hook, end_propagate),
         (module.register_message_forward_pre_hook, begin_messages),
         (module.register_message_forward_hook, end),
         (module.register_edge_update_forward_pre_hook, begin),
@@ -96,15 +118,19 @@ def _dropout(
 ) -> Tensor:
     if not training or not p or not rules.view.training:
         return input
-    rules.num_dropouts += 1
     if rules.edges is not None and not isinstance(rules.edges, SourceIndex):
         raise ConfigError("a module drops messages of edges that are not the graph's: expected edges of edge_index")
-    edge_ids = None if rules.edges is None else rules.edges.edge_ids
-    ids = rules.view.node_ids if edge_ids is None else edge_ids
+    if rules.edges is None:
+        view, edge_ids = rules.view_of(input), None
+        rules.num_dropouts, mask_id = rules.num_dropouts + 1, rules.num_dropouts
+    else:
+        view, edge_ids = rules.view, rules.edges.edge_ids
+        rules.num_edge_dropouts, mask_id = rules.num_edge_dropouts + 1, rules.num_edge_dropouts
+    ids = view.node_ids if edge_ids is None else edge_ids
     if len(ids) != len(input):
         raise ConfigError(f"a module drops elements of {len(input)} rows: expected those of {len(ids)} nodes or edges")
     rows = input.reshape(len(input), -1)
-    return rules.view.dropout(rows, p, mask_id=rules.num_dropouts, edge_ids=edge_ids).view(input.shape)
+    return view.dropout(rows, p, mask_id=mask_id, edge_ids=edge_ids).view(input.shape)
 
 
 def _attention(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,30 +196,24 @@ _RULES: dict[Any, Callable[..., Any]] = {
 # -- norms over all nodes: (view, module, x) → x --
 
 
-def _mean(view: GraphView, x: Tensor) -> Tensor:
-    """Collective. [F] mean over the nodes of all ranks."""
-    total = view.sum_over_nodes(torch.cat([x.sum(0), x.new_full((1,), len(x))]))
-    return total[:-1] / total[-1].detach()
-
-
 def _pair_norm(view: GraphView, module: Any, x: Tensor) -> Any:
-    x = x - _mean(view, x)
+    x = x - mean_over_nodes(view, x)
     if module.scale_individually:
         return module.scale * x / (module.eps + x.norm(2, -1, keepdim=True))
-    squares = _mean(view, x.pow(2).sum(-1, keepdim=True))
+    squares = mean_over_nodes(view, x.pow(2).sum(-1, keepdim=True))
     return module.scale * x / (module.eps + squares).sqrt()
 
 
 def _graph_norm(view: GraphView, module: Any, x: Tensor) -> Any:
-    x = x - _mean(view, x) * module.mean_scale
-    return module.weight * x / (_mean(view, x.pow(2)) + module.eps).sqrt() + module.bias
+    x = x - mean_over_nodes(view, x) * module.mean_scale
+    return module.weight * x / (mean_over_nodes(view, x.pow(2)) + module.eps).sqrt() + module.bias
 
 
 def _graph_layer_norm(view: GraphView, module: Any, x: Tensor) -> Any:
     if module.mode != "graph":
         return type(module).forward(module, x)
-    x = x - _mean(view, x).mean()
-    x = x / (_mean(view, x.pow(2)).mean().sqrt() + module.eps)
+    x = x - mean_over_nodes(view, x).mean()
+    x = x / (mean_over_nodes(view, x.pow(2)).mean().sqrt() + module.eps)
     return x if module.weight is None else x * module.weight + module.bias
 
 
@@ -206,7 +226,7 @@ _NORMS: dict[str, Callable[[GraphView, Any, Tensor], Any]] = {
     "PairNorm": _pair_norm,
     "GraphNorm": _graph_norm,
     "LayerNorm": _graph_layer_norm,
-    "MeanSubtractionNorm": lambda view, module, x: x - _mean(view, x),
+    "MeanSubtractionNorm": lambda view, module, x: x - mean_over_nodes(view, x),
     "GraphSizeNorm": lambda view, module, x: x * view.sum_over_nodes(x.new_full((1,), len(x))).pow(-0.5),
     "InstanceNorm": _instance_norm,
 }
@@ -221,4 +241,4 @@ def _norm_rule(name: str) -> Callable[..., Any]:
     return rule
 
 
-_MODULE_RULES = GLOBAL_MODULES | {name: _norm_rule(name) for name in _NORMS}
+_MODULE_RULES = GLOBAL_MODULES | TYPED_MODULES | {name: _norm_rule(name) for name in _NORMS}

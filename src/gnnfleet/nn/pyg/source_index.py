@@ -21,13 +21,16 @@ from gnnfleet.graph.views.local import SELF_LOOP_IDS
 _CACHED_FETCHES = 2
 
 
-class SourceFetcher:
-    """Rows of sources during one pass of a module over an edge list; the last rows fetched are kept."""
+FetchCache = list[tuple[Tensor, int, Tensor]]
+"""The last rows fetched: input, its version, result. A function of the calls, so ranks agree on it."""
 
-    def __init__(self, edges: EdgeList) -> None:
+
+class SourceFetcher:
+    """Rows of sources during one pass of a module; edge lists with sources of one node type may share the cache."""
+
+    def __init__(self, edges: EdgeList, cache: FetchCache | None = None) -> None:
         self.edges = edges
-        # Input and version with each entry: the cache is a function of the calls, so ranks agree on it.
-        self._cache: list[tuple[Tensor, int, Tensor]] = []
+        self._cache = [] if cache is None else cache
 
     @property
     def num_local(self) -> int:
@@ -57,7 +60,7 @@ class SourceFetcher:
         flat = x.reshape(len(x), x.shape[1:].numel())
         flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
         rows = self.edges.fetch(flat).view(-1, *x.shape[1:]).to(x.dtype)
-        self._cache = [*self._cache[1 - _CACHED_FETCHES :], (x, x._version, rows)]
+        self._cache[:] = [*self._cache[1 - _CACHED_FETCHES :], (x, x._version, rows)]
         return rows
 
     def send_back(self, x: Tensor) -> Tensor:
@@ -81,8 +84,8 @@ class SourceIndex(Tensor):
         return index
 
     @classmethod
-    def of(cls, edges: EdgeList) -> SourceIndex:
-        return cls.make(torch.stack([edges.src, edges.dst]), SourceFetcher(edges), (True, False), edges.edge_ids)
+    def of(cls, edges: EdgeList, cache: FetchCache | None = None) -> SourceIndex:
+        return cls.make(torch.stack([edges.src, edges.dst]), SourceFetcher(edges, cache), (True, False), edges.edge_ids)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,6 +200,10 @@ def _concatenate(func: Any, tensors: Iterable[Tensor], dim: int = 0) -> Any:
         raise ConfigError(
             "a module concatenates the ends of edges: expected edges to be appended along the last dimension"
         )
+    if first.fetcher.edges.is_bipartite and len(tensors) > 1:
+        raise ConfigError(
+            "a module appends edges, as self-loops, to those between two node types: set add_self_loops=False there"
+        )
     ids = first.fetcher.edges.source_ids
     edge_ids = torch.cat(
         [
@@ -236,7 +243,7 @@ def _unbind(func: Any, index: SourceIndex, dim: int = 0) -> Any:
 def _scatter_add(func: Any, x: Tensor, dim: int, index: SourceIndex, src: Tensor) -> Any:
     """Sum over the out-edges of every source: sums for remote sources are sent to their owners."""
     fetcher = index.fetcher
-    if fetcher.edges.num_dst != fetcher.num_local:
+    if fetcher.edges.num_dst != fetcher.num_local and not fetcher.edges.is_bipartite:
         raise ConfigError("a module sums over the out-edges of nodes, of which a block or a layer has some only")
     if not fetcher.edges.has_remote_sources:
         return func(x, dim, plain(index), src)

@@ -185,9 +185,10 @@ class PartitionedView(ViewBase[RelationBlocks]):
         )
         return propagate(call, groups, params)
 
-    def edge_list(self) -> EdgeList:
-        edges = self._edges
-        return make_edge_list(edges, self.node_ids, self._exchange(), self.blocks.exchange_plan(edges.kind.src, "in"))
+    def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
+        edges = self.relations[edge_type or self._edge_type]
+        source_ids, plan = self.nodes[edges.kind.src].node_ids, self.blocks.exchange_plan(edges.kind.src, "in")
+        return make_edge_list(edges, source_ids, self._exchange(), plan)
 
     def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
         expected = len(self.blocks.nodes[kind].node_ids)

@@ -103,6 +103,7 @@ def make_edge_list(edges: RelationBlocks, source_ids: Tensor, exchange: RowExcha
         num_fetched=rows.num_fetched,
         weight=None if edges.weight is None else edges.weight[order],
         attr=None if edges.attr is None else edges.attr[order],
+        edge_type=edges.kind,
         fetch=rows.fetch,
         send_back=rows.send_back,
     )
