@@ -34,6 +34,7 @@ _RESUMABLE = (
     "workers",
     "silence_limit",
     "partition",
+    "check",
 )
 
 

@@ -57,6 +57,9 @@ class ModelConfig(BaseModel):
     clock: Literal["fixed", "learnt"] = Field(
         "fixed", description="temporal: frequencies of these cosines, fixed or learnt"
     )
+    execution: Literal["auto", "layers", "whole"] = Field(
+        "auto", description="file.py:factory: run a torch_geometric module layer by layer or whole; auto: by a check"
+    )
     settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: settings of a custom model")
 
     @property

@@ -46,7 +46,7 @@ def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) 
             raise ConfigError(f"{path} has no function {name!r}{_nearest(name, module)}")
         _check_signature(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
-    return _checked(model, f"{path.name}:{name}", out_channels, graph)
+    return _checked(model, f"{path.name}:{name}", out_channels, graph, config.execution)
 
 
 @contextmanager
@@ -117,18 +117,22 @@ def _check_signature(factory: Callable[..., Any], name: str) -> None:
         return
 
 
-def _as_model(module: torch.nn.Module, graph: Graph) -> Model:
-    """Wrap a module with torch_geometric's call."""
+def _as_model(module: torch.nn.Module, name: str, graph: Graph, execution: str) -> Model:
+    """Wrap a module with torch_geometric's call; ``execution`` is ``model.execution``."""
     from gnnfleet.nn.pyg.module import PygModule
 
     model = PygModule(module)
     model.prepare(graph)
+    if execution != "whole":
+        model.split(graph)
+    if execution == "layers" and model.reads_whole_graph:
+        raise ConfigError(f"{name} cannot run layer by layer: {model.reason_whole}. Leave out model.execution=layers")
     return model
 
 
-def _checked(model: Any, name: str, out_channels: int, graph: Graph) -> Model:
+def _checked(model: Any, name: str, out_channels: int, graph: Graph, execution: str) -> Model:
     if isinstance(model, torch.nn.Module) and not isinstance(model, Model):
-        module = _as_model(model, graph)
+        module = _as_model(model, name, graph, execution)
         module.out_channels = out_channels
         return module
     if not isinstance(model, Model):

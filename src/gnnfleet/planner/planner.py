@@ -44,6 +44,7 @@ from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, Pl
 from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs, find_spec
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, FanoutOption
 from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate
+from gnnfleet.training.module_execution import check_partition, settle_execution
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
 from gnnfleet.units import format_size
 
@@ -123,6 +124,10 @@ def make_plan(
             accepted = {option for config in configs for option in type(config.strategy).model_fields}
             valid = {option: value for option, value in options.items() if option in accepted}
             fanouts, batch = valid.get("fanouts"), valid.get("batch") or DEFAULT_BATCH
+            base, remark = settle_execution(stored, base, parts=False)
+            if remark:
+                print_note(remark, quiet=quiet)
+            settings = {**settings, "model": base.model.model_dump(exclude_unset=True)}
             planner = _GraphPlanner(stored, base, fanouts, batch, bandwidth, scratch, progress, quiet)
             estimates = [estimate for config in configs for estimate in planner.estimate(config)]
             if bandwidth is None:
@@ -213,6 +218,7 @@ class _GraphPlanner:
         """The candidates of a strategy; a single refused one if it cannot train at all."""
         try:
             self.progress.stage(f"estimate of {config.strategy.name}")
+            check_partition(config, self.validated)
             return estimate_costs(config.strategy, self._context)
         except ConfigError as error:
             return [_refusal(config.strategy.name, config.workers, error)]

@@ -23,11 +23,10 @@ from gnnfleet.graph.validate import validate_graph
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
-from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.remarks import print_note
-from gnnfleet.sharded.module_check import check_module
 from gnnfleet.training.build import validate, validate_events
+from gnnfleet.training.module_execution import settle_execution
 from gnnfleet.training.output_schema import OutputSchema
 from gnnfleet.training.partition_cache import empty_parts_warning, prepare_placement
 from gnnfleet.training.resume import read_resume_point
@@ -44,15 +43,18 @@ class RunLocation:
 
 
 def resolve_run(
-    graph: Graph, settings: Mapping[str, Any], location: RunLocation
+    graph: Graph, settings: Mapping[str, Any], location: RunLocation, *, quiet: bool
 ) -> tuple[RunConfig, RunDirectory | None]:
-    """The config of a run, and the directory that it resumes. Writes nothing."""
+    """The config of a run, and the directory that it resumes. Writes no file of the run."""
     directory = choose_run_dir(location, graph, model="") if location.resume else None
     config = resolve(settings) if directory is None else _resumed_config(directory, graph, settings)
     _check_memory(config)
     if config.report.tensorboard:
         check_tensorboard()
     validate_graph(graph)
+    config, remark = settle_execution(graph, config)
+    if remark:
+        print_note(remark, quiet=quiet)
     return config, directory
 
 
@@ -128,6 +130,4 @@ def _validate(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | No
     validated = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
     config.strategy.check_task(validated.task)
     config.strategy.check_model(validated.model)
-    if isinstance(validated.model, PygModule) and config.spec.placement == "partition" and config.workers > 1:
-        check_module(validated.model, validated.graph)
     return validated.graph, validated.output, validated.remarks

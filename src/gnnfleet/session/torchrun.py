@@ -88,7 +88,7 @@ def _prepare(
     if workers != env.size:
         raise ConfigError(f"torchrun started {env.size} workers, found --workers {workers}: leave it out")
     graph = open_store(store)
-    config, directory = resolve_run(graph, {**settings, "workers": env.size}, location)
+    config, directory = resolve_run(graph, {**settings, "workers": env.size}, location, quiet=quiet)
     if config.spec.execution == "supervised":
         raise ConfigError(
             f"strategy {config.strategy.name} does not run under torchrun. On the first machine: gnnfleet train STORE "

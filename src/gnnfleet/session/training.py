@@ -49,7 +49,7 @@ def run_training(
     planned = is_auto_strategy(settings)
     if planned:
         settings = _with_strategy(graph, settings, location, quiet=quiet)
-    config, directory = resolve_run(graph, settings, location)
+    config, directory = resolve_run(graph, settings, location, quiet=quiet)
     if restarts and config.workers == 1 and config.spec.execution != "supervised":
         if not planned:
             raise ConfigError(f"--max-restarts {restarts} is for several workers, found --workers 1: use --resume")

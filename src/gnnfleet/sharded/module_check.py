@@ -1,4 +1,4 @@
-"""Self-check of an unknown module: on a small random graph, parts must give what the whole graph gives.
+"""Self-check of an unknown module: on a small random graph, parts and layers must give what the whole gives.
 
 The graph has self-loops, parallel edges, isolated nodes, edge weights and edge features. Parts are threads of this
 process that run the exchange of real ranks over loopback. Output, gradients of features and parameters, and buffers are
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,66 +26,85 @@ from gnnfleet.errors import ConfigError, first_line
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.nn.pyg.random_graph import ISOLATED, NODES, random_graph_like
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.full_batch.ring_view import RingView
 
-_NODES, _ISOLATED, _EDGES = 40, 6, 160
 _TOLERANCE = 1e-9
 _SECONDS = 30.0
 _KEY = DrawKey(seed=1, epoch=2, step=3)
+_FAILURES = (ConfigError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 Outcome = dict[str, Tensor]
 
 
-def check_module(model: PygModule, graph: Graph) -> None:
-    """Raise ConfigError, with the tensor that differs or the operation that failed, unless parts equal the whole.
+def check_layers(model: PygModule, graph: Graph) -> str:
+    """Compare layers on blocks with all neighbours with the whole module: the reason that they differ, or nothing.
 
-    The random graph has features, edge weights and edge features of the same widths as ``graph``.
+    Batch norm uses its running statistics and nothing is dropped: both depend on the rows and layers of a pass.
     """
-    name, features, edges = type(model.module).__name__, graph.single_nodes.x, graph.single_edges
-    in_channels = 0 if features is None else int(features.shape[1])
-    edge_dim = None if edges.attr is None else int(edges.attr.shape[1])
-    graph = _random_graph(in_channels, edge_dim, has_weight=edges.weight is not None)
-    try:
-        expected = _run(model, LocalView.of_graph(graph), graph)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        raise ConfigError(
-            f"{name} fails on a small random graph with {in_channels} features: {first_line(error)}"
-        ) from error
+    name, sample = type(model.module).__name__, random_graph_like(graph)
+    seeds = torch.arange(1, NODES, 4)
+    blocks = NeighborSampler(sample, [-1] * model.num_layers).blocks(dict.fromkeys(sample.nodes, seeds), _KEY)
+    for training in (True, False):
+        expected = _run_sample(model, sample, seeds, training=training)
+        try:
+            actual = _run(model, [view.with_step(training=False) for view in blocks], sample, training=training)
+        except _FAILURES as error:
+            return f"its layers fail on a part of the rows ({first_line(error)})"
+        difference = _difference(actual, expected)
+        if difference is not None:
+            return f"its layers on a part of the rows differ from {name} in {difference[0]}, by {difference[1]:.1e}"
+    return ""
+
+
+def check_parts(model: PygModule, graph: Graph) -> None:
+    """Raise ConfigError, with the tensor that differs or the operation that failed, unless parts equal the whole."""
+    name, sample = type(model.module).__name__, random_graph_like(graph)
+    expected = _run_sample(model, sample)
     for parts in (2, 3):  # the last of three has isolated nodes only
-        actual = _run_on_parts(model, graph, parts)
-        for tensor, value in expected.items():
-            difference = float((actual[tensor] - value).abs().max()) if value.numel() else 0.0
-            if not difference <= _TOLERANCE * max(1.0, float(value.abs().max()) if value.numel() else 1.0):
-                raise ConfigError(
-                    f"{name} on {parts} parts of a graph differs from {name} on the whole graph by {difference:.1e} in "
-                    f"{tensor}: an operation of it depends on the partition. Use strategy local, or a gf.nn.Model"
-                )
+        difference = _difference(_run_on_parts(model, sample, parts), expected)
+        if difference is not None:
+            raise ConfigError(
+                f"{name} on {parts} parts of a graph differs from {name} on the whole graph by {difference[1]:.1e} in "
+                f"{difference[0]}: an operation of it depends on the partition. Use strategy local, or a gf.nn.Model"
+            )
 
 
-def _random_graph(in_channels: int, edge_dim: int | None, *, has_weight: bool) -> Graph:
-    random = torch.Generator().manual_seed(0)
-    ends = torch.randint(0, _NODES - _ISOLATED, (2, _EDGES), generator=random)
-    loops = torch.arange(0, _NODES - _ISOLATED, 5).repeat(2, 1)
-    index = torch.cat([ends, ends[:, :20], loops], 1)
-    count = index.shape[1]
-    return Graph(
-        index,
-        x=torch.randn(_NODES, in_channels, generator=random),
-        edge_weight=torch.rand(count, generator=random) + 0.1 if has_weight else None,
-        edge_attr=None if edge_dim is None else torch.randn(count, edge_dim, generator=random),
-        num_nodes=_NODES,
-    )
+def _run_sample(model: PygModule, sample: Graph, rows: Tensor | None = None, *, training: bool = True) -> Outcome:
+    """Run on the whole sample graph; with ``rows`` as one layer, and only their outputs count."""
+    view = LocalView.of_graph(sample)
+    try:
+        if rows is None:
+            return _run(model, [view] * model.num_layers, sample)
+        whole = copy.copy(model)
+        whole.separate_layers = None
+        return _run(whole, [view.with_step(training=False)], sample, rows, training=training)
+    except _FAILURES as error:
+        width = sample.single_nodes.x.shape[1]  # type: ignore[union-attr]
+        name = type(model.module).__name__
+        raise ConfigError(f"{name} fails on a small random graph with {width} features: {first_line(error)}") from error
+
+
+def _difference(actual: Outcome, expected: Outcome) -> tuple[str, float] | None:
+    """(name, largest difference) of the first tensor that differs."""
+    for name, value in expected.items():
+        scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
+        difference = float((actual[name] - value).abs().max()) if value.numel() else 0.0
+        if not difference <= _TOLERANCE * scale:
+            return name, difference
+    return None
 
 
 def _run_on_parts(model: PygModule, graph: Graph, parts: int) -> Outcome:
     """Run one thread per part; rows in store order, gradients of parameters summed."""
-    part = np.arange(_NODES, dtype=np.int32) * 7 % min(parts, 2)
+    part = np.arange(NODES, dtype=np.int32) * 7 % min(parts, 2)
     if parts > 2:
-        part[_NODES - _ISOLATED :] = parts - 1
+        part[NODES - ISOLATED :] = parts - 1
     with tempfile.TemporaryDirectory(prefix="gnnfleet-check-") as folder, ThreadPoolExecutor(parts) as pool:
         path = Path(folder) / "parts"
         write_partition(graph, Assignment(part=part, parts=parts, method="random"), path)
@@ -100,8 +120,8 @@ def _run_on_parts(model: PygModule, graph: Graph, parts: int) -> Outcome:
         outcomes = [future.result() for future in futures]
     joined: Outcome = {}
     for name, first in outcomes[0][1].items():
-        if name in ("the output", "the gradient of x"):
-            joined[name] = first.new_empty(_NODES, *first.shape[1:])
+        if name == "the output":
+            joined[name] = first.new_empty(NODES, *first.shape[1:])
             for ids, tensors in outcomes:
                 joined[name][ids] = tensors[name]
         elif name.startswith("the gradient"):
@@ -120,18 +140,23 @@ def _run_part(
     group: Any = ProcessGroupGloo(store, rank, size, options)
     world = World(rank, size, group=group, timeout=_SECONDS)
     view = RingView.open(Partition.open(path).shard(rank), RingExchange(world))
-    return view.node_ids, _run(model, view, graph)
+    return view.node_ids, _run(model, [view] * model.num_layers, graph)
 
 
-def _run(model: PygModule, view: GraphView, graph: Graph) -> Outcome:
-    """Run a copy of the model forward and backward in float64."""
-    copied: Any = copy.deepcopy(model).double().train()
+def _run(
+    model: PygModule, views: Sequence[GraphView], graph: Graph, rows: Tensor | None = None, *, training: bool = True
+) -> Outcome:
+    """Run a copy of the model forward and backward in float64; only the outputs of ``rows`` count if they are set."""
+    copied: Any = copy.deepcopy(model).double().train(training)
     features = graph.single_nodes.x
     assert features is not None
-    x = features.double()[view.node_ids].requires_grad_()
-    out = copied(view.with_step(key=_KEY), x)
-    factor = torch.randn(_NODES, *out.shape[1:], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (out * factor[view.node_ids]).sum().backward()
+    x = features.double().requires_grad_()
+    out = copied([view.with_step(key=_KEY) for view in views], x[views[0].node_ids])
+    ids = views[-1].node_ids[: len(out)]
+    if rows is not None:
+        out, ids = out[rows], rows
+    factor = torch.randn(NODES, *out.shape[1:], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (out * factor[ids]).sum().backward()
     gradients = {"x": x, **dict(copied.module.named_parameters())}
     buffers = {f"the buffer {name}": b for name, b in copied.module.named_buffers() if b.is_floating_point()}
     return {

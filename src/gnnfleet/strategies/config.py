@@ -65,9 +65,10 @@ class StrategyConfig(BaseModel, frozen=True, extra="forbid"):
     def check_model(self, model: Model) -> None:
         """Raise ConfigError for a model that this strategy cannot run."""
         if model.reads_whole_graph and self.runs_layers:
+            reason = getattr(model, "reason_whole", "") or "model.execution=whole"
             raise ConfigError(
-                f"strategy {self.name} with these settings runs layers one by one, but a torch.nn.Module runs as a "
-                "whole: use sar, local without strategy.fanouts, tma with strategy.full=true, or a gf.nn.Model"
+                f"strategy {self.name} with these settings runs layers one by one, but the module runs as a whole "
+                f"({reason}): use sar, local without strategy.fanouts, tma with strategy.full=true, or a gf.nn.Model"
             )
 
 

@@ -16,15 +16,16 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
+from gnnfleet.nn.pyg.layers import ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.random_graph import random_graph_like
-from gnnfleet.nn.pyg.rules import pass_over
-from gnnfleet.nn.pyg.source_index import SourceIndex
+from gnnfleet.nn.pyg.rules import is_norm_over_all_nodes, pass_over
+from gnnfleet.nn.pyg.source_index import SourceIndex, plain
 
 _INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 
 
 class PygModule(Model):
-    """A module that is run as a whole: to the strategies it is a model of one layer that reads all rows."""
+    """A module that runs layer by layer after ``split``, else as a whole: one layer that reads all rows of a graph."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -49,19 +50,43 @@ class PygModule(Model):
             for argument, is_required in arguments.items()
             if inputs[argument] in _INPUTS and getattr(module, f"supports_{argument}", True)
         }
+        self.separate_layers: ModuleLayers | None = None
+        self.reason_whole = ""  # why it runs as a whole; empty if the user chose it
+
+    def split(self, graph: Graph) -> None:
+        """Run layer by layer from now on, or set ``reason_whole``. ``graph`` has the widths of the inputs."""
+        norm = next(filter(is_norm_over_all_nodes, self.module.modules()), None)
+        try:
+            if norm is not None:
+                raise NotSplitError(f"{type(norm).__name__} reads all nodes")
+            if self.takes_mappings or len(graph.nodes) > 1:
+                raise NotSplitError("it takes several node types")
+            sample = random_graph_like(graph)
+            inputs = self._named_inputs(LocalView.of_graph(sample), {"": sample.single_nodes.x})
+            dtype = next((p.dtype for p in self.module.parameters()), torch.float32)
+            values = {name: plain(value) for name, value in inputs.items()}
+            self.separate_layers = ModuleLayers(
+                self.module, {name: t.to(dtype) if t.is_floating_point() else t for name, t in values.items()}
+            )
+        except NotSplitError as error:
+            self.reason_whole = str(error)
+
+    def run_whole(self, reason: str) -> None:
+        self.separate_layers, self.reason_whole = None, reason
 
     @property
     def num_layers(self) -> int:
-        return 1
+        return 1 if self.separate_layers is None else self.separate_layers.num_layers
 
     @property
     def batch_norm(self) -> bool:
-        """True: nothing is known of the rows that a module reads, so none may be left out."""
-        return True
+        """True as well if the module runs as a whole: it may read any row, so none may be left out."""
+        norms = torch.nn.modules.batchnorm._BatchNorm
+        return self.separate_layers is None or any(isinstance(module, norms) for module in self.modules())
 
     @property
     def reads_whole_graph(self) -> bool:
-        return True
+        return self.separate_layers is None
 
     def prepare(self, graph: Graph) -> None:
         """Check that the module takes the graph's types, and initialize its lazy parameters by a small pass."""
@@ -78,7 +103,9 @@ class PygModule(Model):
                 self.eval()(LocalView.of_graph(sample), {kind: nodes.x for kind, nodes in sample.nodes.items()})
             self.train(was_training)
 
-    def compute(self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None) -> tuple[RowsByType, None]:
+    def compute(
+        self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None
+    ) -> tuple[RowsByType, Tensor | None]:
         tables = dict(x) if isinstance(x, Mapping) else {view.node_types[0]: x}
         missing = [kind for kind, rows in tables.items() if rows is None or not rows.shape[1]]
         if missing:
@@ -86,6 +113,15 @@ class PygModule(Model):
                 f"nodes of type {', '.join(missing)} have no features, and a torch_geometric module needs x: "
                 "import features, as ones or degrees, or use a gf.nn model with model.embedding"
             )
+        inputs = self._named_inputs(view, tables)
+        with pass_over(view, self.module):
+            if self.separate_layers is not None:
+                return self.separate_layers.run(layer_index, self.module, inputs, carry, view.num_dst)
+            out = self.module(**inputs)
+        return (OutputRows.of(out) if isinstance(out, Mapping) else out), None
+
+    def _named_inputs(self, view: GraphView, tables: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the module's forward."""
         values = inputs_by_type(view, tables) if self.takes_mappings else self._inputs_of_one_type(view, tables)
         inputs = {
             argument: values[name] for argument, (name, _) in self._inputs.items() if values.get(name) is not None
@@ -94,9 +130,7 @@ class PygModule(Model):
             if is_required and argument not in inputs:
                 name = type(self.module).__name__
                 raise ConfigError(f"{name}.forward needs {argument}, which this graph does not have")
-        with pass_over(view, self.module):
-            out = self.module(**inputs)
-        return (OutputRows.of(out) if isinstance(out, Mapping) else out), None
+        return inputs
 
     def _inputs_of_one_type(self, view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, Any]:
         (x,) = tables.values()

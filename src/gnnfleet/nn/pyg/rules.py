@@ -35,8 +35,7 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
         for child in module.modules():
             _track_edges(rules, child, stack)
             _forget_other_graphs(child, stack)
-            names = (kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch_geometric."))
-            rule = next((_MODULE_RULES[name] for name in names if name in _MODULE_RULES), None)
+            rule = next((_MODULE_RULES[name] for name in _library_classes(child) if name in _MODULE_RULES), None)
             if rule is not None:
                 child.__dict__["forward"] = partial(rule, view, child, child.forward)
                 stack.callback(child.__dict__.pop, "forward")
@@ -127,7 +126,7 @@ def _dropout(
         view, edge_ids = rules.view, rules.edges.edge_ids
         rules.num_edge_dropouts, mask_id = rules.num_edge_dropouts + 1, rules.num_edge_dropouts
     ids = view.node_ids if edge_ids is None else edge_ids
-    if len(ids) != len(input):
+    if len(ids) != len(input) and (edge_ids is not None or len(input) != view.num_dst):
         raise ConfigError(f"a module drops elements of {len(input)} rows: expected those of {len(ids)} nodes or edges")
     rows = input.reshape(len(input), -1)
     return view.dropout(rows, p, mask_id=mask_id, edge_ids=edge_ids).view(input.shape)
@@ -239,6 +238,15 @@ def _norm_rule(name: str) -> Callable[..., Any]:
         return _NORMS[name](view, module, x) if batch is None else forward(x, batch, *args)
 
     return rule
+
+
+def is_norm_over_all_nodes(module: torch.nn.Module) -> bool:
+    """True for torch_geometric's norms with statistics of all nodes, except batch norm."""
+    return not _NORMS.keys().isdisjoint(_library_classes(module)) and getattr(module, "mode", "graph") == "graph"
+
+
+def _library_classes(module: torch.nn.Module) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch_geometric.")]
 
 
 _MODULE_RULES = GLOBAL_MODULES | TYPED_MODULES | {name: _norm_rule(name) for name in _NORMS}
