@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.view_base import Degrees
 
 
 def _same_rows(x: Tensor) -> Tensor:
@@ -35,6 +36,10 @@ class EdgeList:
     """Collective. [N_src, F] → [M, F], differentiable."""
     send_back: Callable[[Tensor], Tensor] = _same_rows
     """Collective. The transpose of ``fetch``: [M, F] → [N_src, F], remote rows are added to those of their owners."""
+    fetched_degree: Degrees | None = None
+    """Collective. [M] numbers in the whole graph of the rows of ``fetch(x)``; None if in-edges of all are listed."""
+    scale: Callable[[], Tensor] | None = None
+    """[E] edges in the store per listed edge of its destination; None unless edges are a uniform sample."""
 
     @property
     def is_bipartite(self) -> bool:

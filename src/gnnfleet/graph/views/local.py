@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -232,7 +232,11 @@ class LocalView(ViewBase[LocalEdges]):
             self.nodes[edge_type.dst].num_dst,
         )
         rows, cols = edges.structure.row.long(), edges.structure.col.long()
-        return EdgeList(cols, rows, edges.edge_ids, ids, num_dst, len(ids), edges.weight, edges.attr, edge_type)
+        table = EdgeList(cols, rows, edges.edge_ids, ids, num_dst, len(ids), edges.weight, edges.attr, edge_type)
+        if table.is_bipartite or (num_dst == len(ids) and edges.sampling_scale is None):
+            return table
+        scale = None if edges.sampling_scale is None else lambda: edges._scale[rows]
+        return replace(table, fetched_degree=self.nodes[edge_type.src].degree, scale=scale)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))

@@ -191,18 +191,20 @@ def _attention_over_relations(view: GraphView) -> Callable[..., Any]:
     return group
 
 
-def _with_function(name: str, make: Callable[[GraphView], Callable[..., Any]]) -> Callable[..., Any]:
+def with_function(name: str, make: Callable[[GraphView], Callable[..., Any]]) -> Callable[..., Any]:
     """Call a forward with another function under the name of one of its module."""
 
     def rule(view: GraphView, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         method = forward.__func__
-        copied = FunctionType(method.__code__, {**method.__globals__, name: make(view)}, name, method.__defaults__)
+        names = {**method.__globals__, name: make(view)}
+        copied = FunctionType(method.__code__, names, name, method.__defaults__, method.__closure__)
+        copied.__kwdefaults__ = method.__kwdefaults__
         return copied(module, *args, **kwargs)
 
     return rule
 
 
 TYPED_MODULES: dict[str, Callable[..., Any]] = {
-    "HGTConv": _with_function("construct_bipartite_edge_index", _join_relations),
-    "HANConv": _with_function("group", _attention_over_relations),
+    "HGTConv": with_function("construct_bipartite_edge_index", _join_relations),
+    "HANConv": with_function("group", _attention_over_relations),
 }

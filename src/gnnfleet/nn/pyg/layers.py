@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -160,7 +160,7 @@ class _Trace:
         finally:
             for hook in hooks:
                 hook.remove()
-        return {node: env[node].shape[1:] for node in passed_on}
+        return {node: cast(Tensor, env[node]).shape[1:] for node in passed_on}
 
     def run(
         self, index: int, root: torch.nn.Module, inputs: Mapping[str, Any], carry: Tensor | None, num: int

@@ -137,6 +137,7 @@ class PygModule(Model):
         edges, numbers = joined_edge_list(view) if "edge_type" in self._inputs else (view.edge_list(), None)
         weight, attr = (None if values is None else values.to(x.dtype) for values in (edges.weight, edges.attr))
         index = SourceIndex.of(edges)
+        index.fetcher.weight = weight
         return {"x": x, "edge_index": index, "edge_weight": weight, "edge_attr": attr, "edge_type": numbers}
 
 

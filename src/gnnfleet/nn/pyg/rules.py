@@ -22,6 +22,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import batch_norm, mean_over_nodes
 from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
 from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
+from gnnfleet.nn.pyg.neighbor_sums import normalization_rule
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
 _DROPOUTS = 16  # of edges in one call, at most
@@ -36,6 +37,7 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
             _track_edges(rules, child, stack)
             _forget_other_graphs(child, stack)
             rule = next((_MODULE_RULES[name] for name in _library_classes(child) if name in _MODULE_RULES), None)
+            rule = normalization_rule(child) if rule is None else rule
             if rule is not None:
                 child.__dict__["forward"] = partial(rule, view, child, child.forward)
                 stack.callback(child.__dict__.pop, "forward")

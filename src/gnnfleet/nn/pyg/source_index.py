@@ -31,6 +31,7 @@ class SourceFetcher:
     def __init__(self, edges: EdgeList, cache: FetchCache | None = None) -> None:
         self.edges = edges
         self._cache = [] if cache is None else cache
+        self.weight: Tensor | None = None  # edge weights in the dtype that the module gets
 
     @property
     def num_local(self) -> int:

@@ -188,7 +188,11 @@ class PartitionedView(ViewBase[RelationBlocks]):
     def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
         edges = self.relations[edge_type or self._edge_type]
         source_ids, plan = self.nodes[edges.kind.src].node_ids, self.blocks.exchange_plan(edges.kind.src, "in")
-        return make_edge_list(edges, source_ids, self._exchange(), plan)
+        table = make_edge_list(edges, source_ids, self._exchange(), plan)
+        if table.is_bipartite or table.num_dst == len(source_ids):
+            return table
+        degree = self.nodes[edges.kind.src].degree
+        return replace(table, fetched_degree=lambda kind: table.fetch(degree(kind)[:, None])[:, 0])
 
     def _check_rows(self, name: str, x: Tensor, kind: str) -> None:
         expected = len(self.blocks.nodes[kind].node_ids)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.sharded.full_batch.partitioned_view import PartitionedView
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkBlocks
 from gnnfleet.sharded.pipeline.history import ChunkExchange, HistoryStore, PipelineSlot
@@ -39,6 +41,10 @@ class ChunkView(PartitionedView):
 
     def _exchange(self) -> ChunkExchange:
         return self.history.new_exchange(self.chunk, self.slot, self.layer)
+
+    def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
+        partition, ids = self.chunk.partition, self.chunk.fetched_ids
+        return replace(super().edge_list(edge_type), fetched_degree=lambda kind: partition.degree(kind)[ids])
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         raise ConfigError("strategy pipe gathers rows of other chunks for the loss only, not in layers: use sar")

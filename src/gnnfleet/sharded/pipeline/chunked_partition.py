@@ -19,6 +19,8 @@ from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.partition.shard import DIRECTIONS, HaloPlan, ShardBlock, ShardNodes
+from gnnfleet.graph.views.local import graph_degrees
+from gnnfleet.graph.views.view_base import Degrees
 from gnnfleet.ops.csr import counting_sort
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
 
@@ -78,6 +80,11 @@ class ChunkedPartition:
     def num_rows_with_halo(self, direction: str) -> int:
         return self.rows + len(self.halo[direction])
 
+    @cached_property
+    def degree(self) -> Degrees:
+        """Numbers of all nodes of the graph by store id, which need no exchange."""
+        return graph_degrees(self.graph, self.node_type)
+
     @property
     def store_ids(self) -> Tensor:
         return self.layout.order[self.low : self.high]
@@ -122,6 +129,14 @@ class Chunk:
             rows = mask.nonzero()[:, 0]
             self._remote_rows[direction] = None if 2 * len(rows) >= len(mask) else rows
         return self._remote_rows[direction]
+
+    @cached_property
+    def fetched_ids(self) -> Tensor:
+        """Store ids of the chunk's rows and of the remote rows that its in-edges lead to."""
+        partition, remote = self.partition, self.remote_rows("in")
+        halo_ids = partition.layout.order[partition.halo["in"]]
+        ids = torch.cat([partition.store_ids, halo_ids])
+        return torch.cat([ids[self.span], ids if remote is None else ids[remote]])
 
     def reads_remote(self, direction: str) -> bool:
         rows = self.remote_rows(direction)
