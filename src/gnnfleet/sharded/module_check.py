@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
-from gnnfleet.errors import ConfigError, first_line
+from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
@@ -85,9 +85,10 @@ def _run_sample(model: PygModule, sample: Graph, rows: Tensor | None = None, *, 
         whole.separate_layers = None
         return _run(whole, [view.with_step(training=False)], sample, rows, training=training)
     except _FAILURES as error:
-        width = sample.single_nodes.x.shape[1]  # type: ignore[union-attr]
-        name = type(model.module).__name__
-        raise ConfigError(f"{name} fails on a small random graph with {width} features: {first_line(error)}") from error
+        name, widths = type(model.module).__name__, ", ".join(str(x.shape[1]) for x in _features(sample).values())
+        raise ConfigError(
+            f"{name} fails on a small random graph with {widths} features: {first_line(error)}"
+        ) from error
 
 
 def _difference(actual: Outcome, expected: Outcome) -> tuple[str, float] | None:
@@ -102,65 +103,68 @@ def _difference(actual: Outcome, expected: Outcome) -> tuple[str, float] | None:
 
 def _run_on_parts(model: PygModule, graph: Graph, parts: int) -> Outcome:
     """Run one thread per part; rows in store order, gradients of parameters summed."""
-    part = np.arange(NODES, dtype=np.int32) * 7 % min(parts, 2)
+    part = np.tile(np.arange(NODES, dtype=np.int32) * 7 % min(parts, 2), (len(graph.nodes), 1))
     if parts > 2:
-        part[NODES - ISOLATED :] = parts - 1
+        part[:, NODES - ISOLATED :] = parts - 1
+    if len(part) > 1:
+        part[-1] = 0  # other parts have no nodes of the last type
     with tempfile.TemporaryDirectory(prefix="gnnfleet-check-") as folder, ThreadPoolExecutor(parts) as pool:
         path = Path(folder) / "parts"
-        write_partition(graph, Assignment(part=part, parts=parts, method="random"), path)
+        write_partition(graph, Assignment(part=part.ravel(), parts=parts, method="random"), path)
         store = HashStore()
         futures = [pool.submit(_run_part, model, graph, path, store, rank, parts) for rank in range(parts)]
         failures = [error for future in futures if (error := future.exception()) is not None]
         if failures:
             # A rank that fails leaves the others waiting: theirs are errors of the exchange.
-            cause = next((error for error in failures if isinstance(error, ConfigError)), failures[0])
+            cause = next((error for error in failures if not isinstance(error, ExchangeError)), failures[0])
             raise ConfigError(
                 f"{type(model.module).__name__} does not run on parts of a graph: {first_line(cause)}"
             ) from cause
         outcomes = [future.result() for future in futures]
-    joined: Outcome = {}
-    for name, first in outcomes[0][1].items():
-        if name == "the output":
-            joined[name] = first.new_empty(NODES, *first.shape[1:])
-            for ids, tensors in outcomes:
-                joined[name][ids] = tensors[name]
-        elif name.startswith("the gradient"):
-            joined[name] = torch.stack([tensors[name] for _, tensors in outcomes]).sum(0)
-        else:
-            joined[name] = first
-    return joined
+    totals = {name: torch.stack([outcome[name] for outcome in outcomes]).sum(0) for name in outcomes[0]}
+    return {name: outcomes[0][name] if name.startswith("the buffer") else total for name, total in totals.items()}
 
 
-def _run_part(
-    model: PygModule, graph: Graph, path: Path, store: HashStore, rank: int, size: int
-) -> tuple[Tensor, Outcome]:
+def _run_part(model: PygModule, graph: Graph, path: Path, store: HashStore, rank: int, size: int) -> Outcome:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=_SECONDS)
     group: Any = ProcessGroupGloo(store, rank, size, options)
     world = World(rank, size, group=group, timeout=_SECONDS)
     view = RingView.open(Partition.open(path).shard(rank), RingExchange(world))
-    return view.node_ids, _run(model, [view] * model.num_layers, graph)
+    return _run(model, [view] * model.num_layers, graph)
+
+
+def _features(graph: Graph) -> dict[str, Tensor]:
+    return {kind: nodes.x for kind, nodes in graph.nodes.items() if nodes.x is not None}
 
 
 def _run(
     model: PygModule, views: Sequence[GraphView], graph: Graph, rows: Tensor | None = None, *, training: bool = True
 ) -> Outcome:
-    """Run a copy of the model forward and backward in float64; only the outputs of ``rows`` count if they are set."""
+    """Run a copy of the model forward and backward in float64; only the outputs of ``rows`` count if they are set.
+
+    Outputs are zeros for nodes of other parts. A tensor has rows of the labelled type.
+    """
     copied: Any = copy.deepcopy(model).double().train(training)
-    features = graph.single_nodes.x
-    assert features is not None
-    x = features.double().requires_grad_()
-    out = copied([view.with_step(key=_KEY) for view in views], x[views[0].node_ids])
-    ids = views[-1].node_ids[: len(out)]
-    if rows is not None:
-        out, ids = out[rows], rows
-    factor = torch.randn(NODES, *out.shape[1:], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (out * factor[ids]).sum().backward()
-    gradients = {"x": x, **dict(copied.module.named_parameters())}
+    x = {kind: features.double().requires_grad_() for kind, features in _features(graph).items()}
+    inputs = {kind: features[views[0].for_type(kind).node_ids] for kind, features in x.items()}
+    out = copied([view.with_step(key=_KEY) for view in views], inputs)
+    losses, outputs = [], {}
+    for kind, table in (out if isinstance(out, dict) else {graph.labelled_type or next(iter(x)): out}).items():
+        ids = views[-1].for_type(kind).node_ids[: len(table)]
+        if rows is not None:
+            table, ids = table[rows], rows
+        factor = torch.randn(NODES, *table.shape[1:], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        losses.append((table * factor[ids]).sum())
+        name = "the output" if len(x) == 1 else f"the output of {kind}"
+        outputs[name] = table.new_zeros(factor.shape).index_copy(0, ids, table.detach())
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    inputs = x if len(x) > 1 else {"x": next(iter(x.values()))}
+    gradients = {**inputs, **dict(copied.module.named_parameters())}
     buffers = {f"the buffer {name}": b for name, b in copied.module.named_buffers() if b.is_floating_point()}
     return {
-        "the output": out.detach(),
+        **outputs,
         **{f"the gradient of {n}": torch.zeros_like(t) if t.grad is None else t.grad for n, t in gradients.items()},
         **buffers,
     }

@@ -12,11 +12,15 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn import BatchNorm1d, Dropout, Linear, ModuleDict
+from torch_geometric.data import HeteroData
 
+import gnnfleet as gf
 from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.sharded.module_check import check_parts
 from tests.equivalence.spread import KEY, cut_graph, open_view, related_graph
 from tests.ranks import RankPool
 
@@ -249,3 +253,117 @@ def test_dropout_draws_by_the_ids_of_the_node_type(pool: RankPool, tmp_path: Pat
     assert not torch.allclose(expected["rows"]["out of a"][1], without["rows"]["out of a"][1])
     path = cut_graph(graph, 2, "random", tmp_path / "parts")
     assert_equal(joined(pool.run(2, dropped_on_rank, str(path))), expected, "dropout")
+
+
+MODEL_FILE = """
+import torch
+import torch_geometric.nn as pyg
+
+
+class Typed(torch.nn.Module):
+    def __init__(self, metadata, hidden, out_channels):
+        super().__init__()
+        self.first = pyg.HeteroConv({kind: pyg.SAGEConv((-1, -1), hidden) for kind in metadata[1]})
+        self.norms = torch.nn.ModuleDict({kind: torch.nn.BatchNorm1d(hidden) for kind in metadata[0]})
+        self.dropout = torch.nn.Dropout(0.3)
+        self.second, self.out = pyg.HGTConv(-1, hidden, metadata, heads=2), pyg.Linear(-1, out_channels)
+
+    def forward(self, x_dict, edge_index_dict):
+        x_dict = self.first(x_dict, edge_index_dict)
+        x_dict = {kind: self.dropout(torch.relu(self.norms[kind](x))) for kind, x in x_dict.items()}
+        return {kind: self.out(x) for kind, x in self.second(x_dict, edge_index_dict).items()}
+
+
+def typed(config, graph, out_channels):
+    return Typed(graph.metadata(), config.hidden, out_channels)
+
+
+def unconverted(config, graph, out_channels):
+    return pyg.GraphSAGE(4, config.hidden, 2, out_channels)
+
+
+def related(config, graph, out_channels):
+    return pyg.RGCNConv(4, out_channels, len(graph.edges))
+"""
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "mine.py"
+    path.write_text(MODEL_FILE)
+    return path
+
+
+def hetero_data() -> HeteroData:
+    data = HeteroData()
+    for kind, nodes in graph_of_types().nodes.items():
+        data[kind].x = nodes.x
+    data["a"].y = torch.arange(COUNTS["a"]) % OUT
+    for kind, edges in graph_of_types().edges.items():
+        data[tuple(kind)].edge_index = edges.edge_index()
+    return data
+
+
+def trained(data: Any, model: str, **options: Any) -> gf.Record:
+    settings = {"epochs": 4, "seed": 1, "lr": 0.01, "split": "0.6/0.2/0.2", **options}
+    return gf.train(data, model={"name": model, "hidden": 8}, **settings)
+
+
+def test_hetero_data_is_trained_resumed_and_queried(model_file: Path, tmp_path: Path) -> None:
+    model, data, run = f"{model_file}:typed", hetero_data(), tmp_path / "run"
+    trained(data, model, epochs=2, run_dir=run)
+    local = trained(data, model, run_dir=run, resume=True)
+    spread = trained(data, model, strategy="sar", workers=2)
+    assert spread.metrics["train_loss"] == pytest.approx(local.metrics["train_loss"], rel=1e-5)
+    assert spread.metrics["test"] == local.metrics["test"]
+    assert spread.predict() == local.predict()
+
+
+def test_relations_of_one_node_type_come_as_edge_type(model_file: Path) -> None:
+    assert trained(related_graph(), f"{model_file}:related", epochs=1).metrics["train_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "changes", "message"),
+    [
+        (
+            "unconverted",
+            {},
+            r"takes one node type and one edge type: this graph has 3 and 6\. Use torch_geometric\.nn\.to",
+        ),
+        ("typed", {"strategy": "pipe", "workers": 2}, "runs layers one by one"),
+        ("typed", {"strategy": "macrobatch"}, "runs layers one by one"),
+        ("typed", {"x": None}, "nodes of type b have no features, and Typed needs x: import"),
+    ],
+)
+def test_other_runs_are_refused(model_file: Path, factory: str, changes: dict[str, Any], message: str) -> None:
+    data = hetero_data()
+    if "x" in changes:
+        del data["b"].x
+        data["b"].num_nodes = COUNTS["b"]
+    options = {name: value for name, value in changes.items() if name != "x"}
+    with pytest.raises(ConfigError, match=message):
+        trained(data, f"{model_file}:{factory}", **options)
+
+
+def test_draws_for_rows_of_an_unknown_type_are_refused() -> None:
+    class Sorted(Own):
+        def forward(self, x_dict: Any, edge_index_dict: Any, edge_weight_dict: Any) -> Any:
+            x_dict = {kind: self.dropout(x.sort(0).values) for kind, x in x_dict.items()}
+            return super().forward(x_dict, edge_index_dict, edge_weight_dict)
+
+    view = LocalView.of_graph(graph_of_types()).with_step(key=KEY)
+    with pytest.raises(ConfigError, match="rows whose node type is unknown: apply dropout to rows of x_dict"):
+        on_view(view, "own", Sorted(0.4).double())
+
+
+class Centred(Own):
+    def forward(self, x_dict: Any, edge_index_dict: Any, edge_weight_dict: Any) -> Any:
+        x_dict = {kind: x - x.mean(0) if len(x) else x for kind, x in x_dict.items()}
+        return super().forward(x_dict, edge_index_dict, edge_weight_dict)
+
+
+def test_the_self_check_runs_on_a_typed_graph() -> None:
+    check_parts(PygModule(build("own").float()), graph_of_types())
+    with pytest.raises(ConfigError, match=r"Centred on 2 parts of a graph differs .* in the output of a"):
+        check_parts(PygModule(Centred()), graph_of_types())

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import UninitializedParameter
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
@@ -18,7 +17,7 @@ from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
 from gnnfleet.nn.pyg.layers import ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.random_graph import random_graph_like
-from gnnfleet.nn.pyg.rules import is_norm_over_all_nodes, pass_over
+from gnnfleet.nn.pyg.rules import has_lazy_parameters, is_norm_over_all_nodes, pass_over
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
 
 _INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
@@ -89,7 +88,7 @@ class PygModule(Model):
         return self.separate_layers is None
 
     def prepare(self, graph: Graph) -> None:
-        """Check that the module takes the graph's types, and initialize its lazy parameters by a small pass."""
+        """Check that the module takes the graph, and initialize its lazy parameters by a small pass."""
         name, takes_relations = type(self.module).__name__, "edge_type" in self._inputs
         if not self.takes_mappings and (len(graph.nodes) > 1 or (len(graph.edges) > 1 and not takes_relations)):
             raise ConfigError(
@@ -97,7 +96,13 @@ class PygModule(Model):
                 f"{len(graph.edges)}. Use torch_geometric.nn.to_hetero(module, graph.metadata()), a module that takes "
                 "x_dict and edge_index_dict, or the model rgcn"
             )
-        if any(isinstance(parameter, UninitializedParameter) for parameter in self.module.parameters()):
+        missing = [kind for kind, nodes in graph.nodes.items() if nodes.x is None or not nodes.x.shape[1]]
+        if missing:
+            raise ConfigError(
+                f"nodes of type {', '.join(missing)} have no features, and {name} needs x: import features, as ones or "
+                "degrees, or use a gf.nn model with model.embedding"
+            )
+        if has_lazy_parameters(self.module):
             sample, was_training = random_graph_like(graph), self.module.training
             with torch.no_grad():
                 self.eval()(LocalView.of_graph(sample), {kind: nodes.x for kind, nodes in sample.nodes.items()})
@@ -107,12 +112,6 @@ class PygModule(Model):
         self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None
     ) -> tuple[RowsByType, Tensor | None]:
         tables = dict(x) if isinstance(x, Mapping) else {view.node_types[0]: x}
-        missing = [kind for kind, rows in tables.items() if rows is None or not rows.shape[1]]
-        if missing:
-            raise ConfigError(
-                f"nodes of type {', '.join(missing)} have no features, and a torch_geometric module needs x: "
-                "import features, as ones or degrees, or use a gf.nn model with model.embedding"
-            )
         inputs = self._named_inputs(view, tables)
         with pass_over(view, self.module):
             if self.separate_layers is not None:

@@ -16,7 +16,7 @@ def random_graph_like(graph: Graph) -> Graph:
     nodes = {}
     for kind, table in graph.nodes.items():
         x = torch.randn(NODES, 0 if table.x is None else int(table.x.shape[1]), generator=random)
-        nodes[kind] = validated_nodes(NODES, x=x)
+        nodes[kind] = validated_nodes(NODES, x=x, y=None if table.y is None else torch.zeros(NODES, dtype=torch.int64))
     edges = {}
     for edge_type, like in graph.edges.items():
         index = torch.randint(0, ends, (2, _EDGES), generator=random)

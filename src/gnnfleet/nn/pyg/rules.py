@@ -31,7 +31,7 @@ _DROPOUTS = 16  # of edges in one call, at most
 @contextmanager
 def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
     """Apply the rules to all operations of a pass of ``module`` over ``view``."""
-    rules = _PassRules(view)
+    rules = _PassRules(view, is_first=has_lazy_parameters(module))
     with ExitStack() as stack:
         for child in module.modules():
             _track_edges(rules, child, stack)
@@ -47,10 +47,14 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def has_lazy_parameters(module: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in module.parameters())
+
+
 class _PassRules(TorchFunctionMode):
-    def __init__(self, view: GraphView) -> None:
+    def __init__(self, view: GraphView, *, is_first: bool) -> None:
         super().__init__()
-        self.view = view
+        self.view, self.is_first = view, is_first  # the first pass of a lazy module draws its parameters
         # Dropouts of nodes, and of edges by call: a call may end early on a part without edges.
         self.num_dropouts = self.num_edge_dropouts = 0
         self.edges: Tensor | None = None  # edge_index of the messages being computed
@@ -130,7 +134,7 @@ def _dropout(
     ids = view.node_ids if edge_ids is None else edge_ids
     if len(ids) != len(input) and (edge_ids is not None or len(input) != view.num_dst):
         raise ConfigError(f"a module drops elements of {len(input)} rows: expected those of {len(ids)} nodes or edges")
-    rows = input.reshape(len(input), -1)
+    rows = input.reshape(len(input), input.shape[1:].numel())
     return view.dropout(rows, p, mask_id=mask_id, edge_ids=edge_ids).view(input.shape)
 
 
@@ -174,6 +178,8 @@ def _norm_columns(view: GraphView, module: Any, x: Tensor) -> Tensor:
 
 
 def _refuse_draws(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if rules.is_first:
+        return func(*args, **kwargs)
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise ConfigError(f"a module draws random numbers with {name}, which no other number of workers would repeat")
 

@@ -168,6 +168,10 @@ def _get_item(func: Any, x: Any, at: Any) -> Any:
 @_handles(Tensor.__setitem__)
 def _set_item(func: Any, x: Any, at: Any, value: Any) -> Any:
     rows = plain(at)
+    if isinstance(x, SourceIndex):
+        raise ConfigError(
+            "a module changes the ends of edges in place, whose numbers differ between parts of the graph"
+        )
     if isinstance(at, SourceIndex) and rows.numel() and int(rows.max()) >= at.fetcher.num_local:
         raise ConfigError("a module assigns rows of nodes by the sources of edges, some of which are on other ranks")
     return func(x, rows, plain(value))
