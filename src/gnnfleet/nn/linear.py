@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ class GlorotLinear(torch.nn.Linear):
         glorot_(self.weight)
 
 
-def apply_linear(lin: torch.nn.Module, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
-    """Apply a ``torch.nn.Linear`` to the first ``rows`` rows of x, then a ReLU if ``relu``."""
-    assert isinstance(lin, torch.nn.Linear)
+def apply_linear(lin: Any, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
+    """Apply a linear map of torch or torch_geometric to the first ``rows`` rows of x, then a ReLU if ``relu``."""
     return sum_linear([(x, lin.weight)], lin.bias, rows=rows, relu=relu)
 
 

@@ -18,6 +18,7 @@ from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.nn.base import Model
+from gnnfleet.nn.pyg.native import describe
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.strategies.job import EventJob, Job, OwnedIds
 from gnnfleet.strategies.job import RankContext as RankContext
@@ -40,7 +41,7 @@ class BuiltRun:
     task: NodeTask | LinkTask | EventTask
     output: OutputSchema | None  # classes of nodes; None for links and events
     model_file: Path | None = None  # file of a custom model
-    remarks: tuple[str, ...] = ()  # warnings for the user
+    remarks: tuple[str, ...] = ()  # notes for the user
     world: World = field(default_factory=World)  # the ranks that built it together
 
     @property
@@ -171,12 +172,13 @@ def _validated_nodes(graph: Graph, config: RunConfig, output: OutputSchema, owne
     target = output.target_in(graph)
     head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
     model = seeded_model(graph, config, output.num_classes, owned_ids)
-    return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output)
+    return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output, describe(model))
 
 
 def _validated_links(graph: Graph, config: RunConfig, owned_ids: OwnedIds, *, training: bool) -> ValidatedRun:
     task, model = build_links(graph, config, training=training, owned_ids=owned_ids)
-    return ValidatedRun(task.data.graph, task, model, remarks=() if task.masks_edges else (LEAKAGE_WARNING,))
+    remarks = describe(model) if task.masks_edges else (*describe(model), LEAKAGE_WARNING)
+    return ValidatedRun(task.data.graph, task, model, remarks=remarks)
 
 
 def _assemble(run: ValidatedRun, config: RunConfig, context: RankContext) -> BuiltRun:

@@ -23,8 +23,7 @@ def _same_rows(x: Tensor) -> Tensor:
 class EdgeList:
     """Edges in the order of (destination, store edge id), so that sums over them do not depend on the partition."""
 
-    src: Tensor  # [E] int64: rows of fetch(x)
-    dst: Tensor  # [E] int64: local rows
+    index: Tensor  # [2, E] int64: sources as rows of fetch(x), destinations as local rows
     edge_ids: Tensor  # [E] int64 store edge ids
     source_ids: Tensor  # [N_src] int64 store ids of the local source rows
     num_dst: int

@@ -46,6 +46,7 @@ class LocalEdges:
     sampling_scale: Callable[[], Tensor] | None = None  # → [R] float64: edges in the store per sampled edge
     is_store_order: bool = True  # edge ids never decrease within a row
     cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    edge_list: list[EdgeList] = field(default_factory=list, repr=False)  # one at most, cached
 
     def select(
         self, structure: CSR, selection: slice | Tensor, sampling_scale: Callable[[], Tensor] | None = None
@@ -176,6 +177,7 @@ class LocalView(ViewBase[LocalEdges]):
         heads: int | None = None,
         slope: float = 0.2,
         dropout: float = 0.0,
+        mask_id: int = 0,
         self_loops: bool = False,
     ) -> Tensor:
         dropout = dropout if self.training else 0.0
@@ -195,7 +197,7 @@ class LocalView(ViewBase[LocalEdges]):
             heads=heads,
             slope=slope,
             dropout=dropout,
-            draws=self.key.draws(Purpose.ATTENTION, self.layer),
+            draws=self.key.draws(Purpose.ATTENTION, self.layer, relation=mask_id),
             edge_ids=ids,
         )
 
@@ -231,11 +233,24 @@ class LocalView(ViewBase[LocalEdges]):
             self.nodes[edge_type.src].node_ids,
             self.nodes[edge_type.dst].num_dst,
         )
-        rows, cols = edges.structure.row.long(), edges.structure.col.long()
-        table = EdgeList(cols, rows, edges.edge_ids, ids, num_dst, len(ids), edges.weight, edges.attr, edge_type)
+        index, data = edges.structure, (edges.weight, edges.attr)
+        table = (
+            edges.edge_list[0]
+            if edges.edge_list
+            else EdgeList(
+                torch.stack([index.col.long(), index.row.long()]),
+                edges.edge_ids,
+                ids,
+                num_dst,
+                len(ids),
+                *data,
+                edge_type,
+            )
+        )
         if table.is_bipartite or (num_dst == len(ids) and edges.sampling_scale is None):
+            edges.edge_list[:] = [table]
             return table
-        scale = None if edges.sampling_scale is None else lambda: edges._scale[rows]
+        scale = None if edges.sampling_scale is None else lambda: edges._scale[table.index[1]]
         return replace(table, fetched_degree=self.nodes[edge_type.src].degree, scale=scale)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:

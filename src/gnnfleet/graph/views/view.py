@@ -105,6 +105,7 @@ class GraphView(Protocol):
         heads: int | None = None,
         slope: float = 0.2,
         dropout: float = 0.0,
+        mask_id: int = 0,
         self_loops: bool = False,
     ) -> Tensor:
         """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean over its row."""

@@ -17,6 +17,8 @@ class AttentionConv(torch.nn.Module):
     Parameters ``lin_edge.weight``, ``res.weight``, ``bias``.
     """
 
+    mask_id = 0  # of attention dropout, among the masks of a model's layer
+
     def __init__(
         self,
         in_channels: int,

@@ -62,6 +62,7 @@ class GATConv(AttentionConv):
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
+            mask_id=self.mask_id,
             self_loops=self.add_self_loops,
         )
         return self._finish(view, out, x, relu=relu)

@@ -48,8 +48,8 @@ class GENConv(torch.nn.Module):
             ]
         )
 
-    def forward(self, view: GraphView, x: Tensor) -> Tensor:
-        """[N_src, in] → [N_dst, out]."""
+    def combine(self, view: GraphView, x: Tensor) -> Tensor:
+        """[N_src, in] → [N_dst, out] the input of the MLP."""
         root = first_rows(x, view.num_dst)
         if hasattr(self, "lin_src"):
             x, root = self.lin_src(x), self.lin_dst(root)
@@ -57,8 +57,11 @@ class GENConv(torch.nn.Module):
         message = torch.relu(to_float32(x)) + self.eps
         score = message if self.aggr_module.is_one else message * self.aggr_module.t
         zero = message.new_zeros(root.shape)
-        hidden = view.attend(message, src=score, dst=zero, heads=int(message.shape[1]), slope=1.0)
-        hidden = self.mlp[0](hidden + root)
+        return view.attend(message, src=score, dst=zero, heads=int(message.shape[1]), slope=1.0) + root
+
+    def forward(self, view: GraphView, x: Tensor) -> Tensor:
+        """[N_src, in] → [N_dst, out]."""
+        hidden = self.mlp[0](self.combine(view, x))
         norm = self.mlp[1]
         hidden = batch_norm(view, hidden, norm) if isinstance(norm, torch.nn.BatchNorm1d) else norm(view, hidden)
         out: Tensor = self.mlp[4](torch.relu_(hidden))

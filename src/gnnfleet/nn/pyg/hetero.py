@@ -73,10 +73,10 @@ def joined_edge_list(view: GraphView) -> tuple[EdgeList, Tensor]:
         values = [getattr(edges, name) for edges in lists]
         return None if any(value is None for value in values) else torch.cat(values)
 
-    numbers = torch.cat([torch.full_like(edges.src, number) for number, edges in enumerate(lists)])
+    numbers = torch.cat([torch.full_like(edges.edge_ids, number) for number, edges in enumerate(lists)])
     ids = join("edge_ids") + numbers * _RELATION_IDS
-    ends = {name: join(name) for name in ("src", "dst", "weight", "attr")}
-    return replace(lists[0], **ends, edge_ids=ids), numbers
+    index = torch.cat([edges.index for edges in lists], 1)
+    return replace(lists[0], index=index, weight=join("weight"), attr=join("attr"), edge_ids=ids), numbers
 
 
 class RowTypes:
@@ -166,9 +166,9 @@ def _join_relations(view: GraphView) -> Callable[..., tuple[SourceIndex, Tensor]
             parts = zip(lists, torch.split(x, sizes), strict=True)
             return torch.cat([getattr(edges, name)(rows) for edges, rows in parts])
 
-        src, dst = torch.cat(ends, 1)
         source_ids = torch.cat([edges.source_ids for edges in lists])
-        joined = EdgeList(src, dst, torch.cat(ids), source_ids, sum(dst_offsets.values()), sum(num_fetched))
+        num_dst = sum(dst_offsets.values())
+        joined = EdgeList(torch.cat(ends, 1), torch.cat(ids), source_ids, num_dst, sum(num_fetched))
         if any(edges.has_remote_sources for edges in lists):
             fetch, send_back = partial(exchange, "fetch", num_local), partial(exchange, "send_back", num_fetched)
             joined = replace(joined, fetch=fetch, send_back=send_back)

@@ -134,10 +134,10 @@ class PygModule(Model):
     def _inputs_of_one_type(self, view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, Any]:
         (x,) = tables.values()
         edges, numbers = joined_edge_list(view) if "edge_type" in self._inputs else (view.edge_list(), None)
-        weight, attr = (None if values is None else values.to(x.dtype) for values in (edges.weight, edges.attr))
+        values = {"edge_weight": edges.weight, "edge_attr": edges.attr}
         index = SourceIndex.of(edges)
-        index.fetcher.weight = weight
-        return {"x": x, "edge_index": index, "edge_weight": weight, "edge_attr": attr, "edge_type": numbers}
+        index.fetcher.inputs |= {name: None if t is None else t.to(x.dtype) for name, t in values.items()}
+        return {"x": x, "edge_index": index, "edge_type": numbers, **index.fetcher.inputs}
 
 
 def _arguments(module: torch.nn.Module) -> dict[str, bool]:

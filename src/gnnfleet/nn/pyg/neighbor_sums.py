@@ -40,7 +40,7 @@ def _normalize(
     if edges is None or edges.fetched_degree is None:
         return original(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)  # type: ignore[no-any-return]
     is_graph = edge_index.edge_ids is edges.edge_ids and (
-        edge_weight is None or edge_weight is edge_index.fetcher.weight
+        edge_weight is None or edge_weight is edge_index.fetcher.inputs.get("edge_weight")
     )
     if not is_graph or flow != "source_to_target" or not add_self_loops:
         raise ConfigError("gcn_norm needs degrees of other edges or weights than those of the graph with self-loops")

@@ -22,6 +22,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import batch_norm, mean_over_nodes
 from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
 from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
+from gnnfleet.nn.pyg.native import find_peer, run_native
 from gnnfleet.nn.pyg.neighbor_sums import normalization_rule
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
@@ -34,13 +35,17 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
     rules = _PassRules(view, is_first=has_lazy_parameters(module))
     with ExitStack() as stack:
         for child in module.modules():
+            peer = find_peer(view, child)
             _track_edges(rules, child, stack)
             _forget_other_graphs(child, stack)
             rule = next((_MODULE_RULES[name] for name in _library_classes(child) if name in _MODULE_RULES), None)
             rule = normalization_rule(child) if rule is None else rule
             if rule is not None:
                 child.__dict__["forward"] = partial(rule, view, child, child.forward)
-                stack.callback(child.__dict__.pop, "forward")
+                stack.callback(child.__dict__.pop, "forward", None)
+            if peer is not None:
+                child.__dict__["forward"] = partial(run_native, peer, view, child, rules.next_edge_mask, child.forward)
+                stack.callback(child.__dict__.pop, "forward", None)
             if rules.row_types is not None:
                 stack.callback(child.register_forward_hook(rules.row_types.mark_mapping).remove)
         stack.enter_context(rules)
@@ -60,6 +65,10 @@ class _PassRules(TorchFunctionMode):
         self.edges: Tensor | None = None  # edge_index of the messages being computed
         self.propagated: Tensor | None = None
         self.row_types = RowTypes(view) if len(view.node_types) > 1 else None
+
+    def next_edge_mask(self) -> int:
+        self.begin_edges(None)
+        return self.num_edge_dropouts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, kwargs = _RULES.get(func), kwargs or {}

@@ -31,7 +31,7 @@ class SourceFetcher:
     def __init__(self, edges: EdgeList, cache: FetchCache | None = None) -> None:
         self.edges = edges
         self._cache = [] if cache is None else cache
-        self.weight: Tensor | None = None  # edge weights in the dtype that the module gets
+        self.inputs: dict[str, Tensor | None] = {}  # edge_weight and edge_attr of the module
 
     @property
     def num_local(self) -> int:
@@ -86,7 +86,7 @@ class SourceIndex(Tensor):
 
     @classmethod
     def of(cls, edges: EdgeList, cache: FetchCache | None = None) -> SourceIndex:
-        return cls.make(torch.stack([edges.src, edges.dst]), SourceFetcher(edges, cache), (True, False), edges.edge_ids)
+        return cls.make(edges.index, SourceFetcher(edges, cache), (True, False), edges.edge_ids)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
 from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
@@ -81,6 +82,7 @@ class RelationBlocks:
         self.kind, self.part = kind, shard.part
         self._shard, self._nodes = shard, nodes
         self._degrees: dict[bool, Tensor] = {}  # by self_loops
+        self.edge_list: EdgeList | None = None  # a cache of ``make_edge_list``
 
     @property
     def num_rows(self) -> int:

@@ -6,7 +6,7 @@ rows with the remote ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -88,15 +88,20 @@ class _SendBack(torch.autograd.Function):
 
 
 def make_edge_list(edges: RelationBlocks, source_ids: Tensor, exchange: RowExchange, plan: ExchangePlan) -> EdgeList:
-    """List the in-edges of a partition."""
+    """List the in-edges of a partition; all but the exchange is cached."""
     rows = SourceRows.of(exchange, plan, len(source_ids))
+    if edges.edge_list is None:
+        edges.edge_list = _sorted_edges(edges, source_ids, rows)
+    return replace(edges.edge_list, fetch=rows.fetch, send_back=rows.send_back)
+
+
+def _sorted_edges(edges: RelationBlocks, source_ids: Tensor, rows: SourceRows) -> EdgeList:
     dst = torch.cat([edge_rows(block) for block in edges.in_blocks])
     src = torch.cat([block.structure.col.long() + rows.spans[q].start for q, block in enumerate(edges.in_blocks)])
     order = torch.argsort(edges.edge_ids)
     order = order[torch.argsort(dst[order], stable=True)]
     return EdgeList(
-        src=src[order],
-        dst=dst[order],
+        index=torch.stack([src[order], dst[order]]),
         edge_ids=edges.edge_ids[order],
         source_ids=source_ids,
         num_dst=edges.num_rows,
@@ -104,6 +109,4 @@ def make_edge_list(edges: RelationBlocks, source_ids: Tensor, exchange: RowExcha
         weight=None if edges.weight is None else edges.weight[order],
         attr=None if edges.attr is None else edges.attr[order],
         edge_type=edges.kind,
-        fetch=rows.fetch,
-        send_back=rows.send_back,
     )

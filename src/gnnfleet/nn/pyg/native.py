@@ -1,0 +1,139 @@
+"""torch_geometric convolutions on the verbs of a view: our layers compute them with the parameters of the module.
+
+Only convolutions of these very classes, with options that our layer has too, run so, and only on all edges with their
+own weights and features. In all other calls the code of torch_geometric runs on the ``SourceIndex``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnnfleet.graph.views.view import GraphView
+from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, SAGEConv
+from gnnfleet.nn.pyg.source_index import SourceIndex
+
+_STEPS = {"forward", "propagate", "message", "aggregate", "update", "message_and_aggregate", "edge_update"}
+_CALLED = {"nn", "mlp", "aggr_module"}  # children that our layers call, or do not use; of others they read the weights
+
+
+class _GENConv(GENConv):
+    def forward(self, view: GraphView, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.combine(view, x))
+        return out
+
+
+def _sage(module: Any) -> dict[str, Any]:
+    return {"in_channels": module.lin_l.weight.shape[1], "aggr": "sum" if module.aggr == "add" else module.aggr}
+
+
+def _attention(module: Any) -> dict[str, Any] | None:
+    is_mean = module.fill_value == "mean" or module.lin_edge is None or not module.add_self_loops
+    return {} if is_mean and getattr(module, "lin", module) is not None else None
+
+
+def _gcn(module: Any) -> dict[str, Any] | None:
+    # Where it adds no loops, torch_geometric has those of the graph in the degree. The effect of ``improved`` on edges
+    # without weights depends on its version.
+    if (module.normalize and not module.add_self_loops) or getattr(module, "improved", False):
+        return None
+    width = {"in_channels": module.lin.weight.shape[1]} if hasattr(module, "lin") else {}
+    return {**width, "loop": float(module.add_self_loops), "res": None}
+
+
+def _gen(module: Any) -> dict[str, Any] | None:
+    softmax = module.aggr_module
+    if hasattr(module, "msg_norm") or softmax.semi_grad or softmax.channels != 1:
+        return None
+    return {"aggr_module": SimpleNamespace(t=softmax.t, is_one=not softmax.learn and softmax.t == 1)}
+
+
+class Peer(NamedTuple):
+    layer: type[torch.nn.Module]
+    attributes: Callable[[Any], dict[str, Any] | None]  # those that the module lacks; None: options that ours lacks
+    aggrs: tuple[str, ...] = ("sum", "add")
+    edge_input: str = ""
+
+
+_PEERS = {
+    "SAGEConv": Peer(SAGEConv, _sage, ("sum", "add", "mean", "max")),
+    "GATConv": Peer(GATConv, _attention, edge_input="edge_attr"),
+    "GATv2Conv": Peer(GATv2Conv, _attention, edge_input="edge_attr"),
+    "GINConv": Peer(GINConv, lambda _: {}),
+    "GCNConv": Peer(GCNConv, _gcn, edge_input="edge_weight"),
+    "GCN2Conv": Peer(GCN2Conv, _gcn, edge_input="edge_weight"),
+    "GENConv": Peer(_GENConv, _gen, ("softmax",)),
+}
+
+
+def describe(module: torch.nn.Module) -> tuple[str, ...]:
+    """Count the convolutions that ``run_native`` runs, for the user; nothing if there are no convolutions."""
+    convolutions = [child for child in module.modules() if hasattr(child, "register_propagate_forward_pre_hook")]
+    count = sum(find_peer(None, child) is not None for child in convolutions)
+    return (f"{count} of {len(convolutions)} convolutions run on gnnfleet kernels",) if convolutions else ()
+
+
+def run_native(
+    peer: Peer, view: GraphView, module: Any, next_mask: Callable[[], int], forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a convolution on the verbs of ``view``, or its own ``forward`` for other inputs.
+
+    ``next_mask`` numbers the masks of attention dropout of a pass.
+    """
+    inputs = _signature(module.__class__).bind(module, *args, **kwargs).arguments
+    rows = [inputs.pop(name) for name in ("self", "x", "x_0") if name in inputs][1:]
+    index, others = inputs.pop("edge_index"), {name: t for name, t in inputs.items() if t is not None}
+    own = index.fetcher.inputs if isinstance(index, SourceIndex) else {}
+    if (
+        not isinstance(index, SourceIndex)
+        or index.edge_ids is not index.fetcher.edges.edge_ids
+        or index.sources != (True, False)
+        or not all(isinstance(t, Tensor) and t.dim() == 2 and len(t) == view.num_src for t in rows)
+        or not all(name == peer.edge_input and not t._version and t is own.get(name) for name, t in others.items())
+    ):
+        return forward(*args, **kwargs)
+    drops = getattr(module, "dropout", 0.0) and module.training and view.training
+    layer = object.__new__(peer.layer)
+    layer.__dict__.update(vars(module), **(peer.attributes(module) or {}), mask_id=next_mask() if drops else 0)
+    own = {"edge_weight": {"weight": view.weight}, "edge_attr": {"edge_attr": view.attr}}
+    return peer.layer.forward(layer, view, *rows, **(own[peer.edge_input] if others else {}))
+
+
+@cache
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+def find_peer(view: GraphView | None, module: Any) -> Peer | None:
+    """Our layer of the same class and options, if nothing of the module is changed or observed from outside."""
+    if view is not None and not len(view.node_types) == len(view.edge_types) == 1:
+        return None
+    peer = _PEERS.get(type(module).__name__)
+    if peer is None or not type(module).__module__.startswith("torch_geometric.nn.") or module.aggr not in peer.aggrs:
+        return None
+    aggregation = f"{module.aggr.replace('add', 'sum')}aggregation"
+    is_standard = (
+        type(module.aggr_module).__name__.lower() == aggregation
+        and (module.flow, module.explain, module.decomposed_layers) == ("source_to_target", None, 1)
+        and module.node_dim in (-2, 0)
+        and _STEPS.isdisjoint(vars(module))
+        and not _has_hooks(module)
+        and not any(map(torch.nn.parameter.is_lazy, module.parameters()))
+        and all(_is_linear(child) for name, child in module.named_children() if name not in _CALLED)
+    )
+    return peer if is_standard and peer.attributes(module) is not None else None
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """True if a call of the module, or a step of it, runs hooks."""
+    return any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and "ward" in name)
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "Linear" and hasattr(module, "bias") and not _has_hooks(module)
