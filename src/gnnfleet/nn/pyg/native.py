@@ -89,7 +89,7 @@ def run_native(
     inputs = _signature(module.__class__).bind(module, *args, **kwargs).arguments
     rows = [inputs.pop(name) for name in ("self", "x", "x_0") if name in inputs][1:]
     index, others = inputs.pop("edge_index"), {name: t for name, t in inputs.items() if t is not None}
-    own = index.fetcher.inputs if isinstance(index, SourceIndex) else {}
+    own: Any = index.fetcher.inputs if isinstance(index, SourceIndex) else {}
     if (
         not isinstance(index, SourceIndex)
         or index.edge_ids is not index.fetcher.edges.edge_ids
@@ -101,8 +101,8 @@ def run_native(
     drops = getattr(module, "dropout", 0.0) and module.training and view.training
     layer = object.__new__(peer.layer)
     layer.__dict__.update(vars(module), **(peer.attributes(module) or {}), mask_id=next_mask() if drops else 0)
-    own = {"edge_weight": {"weight": view.weight}, "edge_attr": {"edge_attr": view.attr}}
-    return peer.layer.forward(layer, view, *rows, **(own[peer.edge_input] if others else {}))
+    edge_inputs: Any = {"edge_weight": {"weight": view.weight}, "edge_attr": {"edge_attr": view.attr}}
+    return peer.layer.forward(layer, view, *rows, **(edge_inputs[peer.edge_input] if others else {}))
 
 
 @cache
