@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import torch_geometric.nn as pyg
 
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
@@ -36,20 +36,6 @@ def on_rank(world: World, path: str, names: list[str]) -> dict[str, dict[str, An
     return outcomes
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_on_a_view_of_the_whole_graph_equals_torch_geometric(name: str) -> None:
-    assert_equal(on_view(LocalView.of_graph(plain_graph()).with_step(key=KEY), name), plain(name), name)
-
-
-@pytest.mark.parametrize(("size", "cut"), [(2, "random"), (3, "edgeless")])
-def test_modules_on_parts_equal_torch_geometric(pool: RankPool, tmp_path: Path, size: int, cut: str) -> None:
-    path = cut_graph(plain_graph(), size, cut, tmp_path / "parts")
-    outcomes = pool.run(size, on_rank, str(path), [*MODULES])
-    for name in MODULES:
-        assert "refused" not in outcomes[0][name], (name, outcomes[0][name])
-        assert_equal(joined([rank[name] for rank in outcomes]), plain(name), name)
-
-
 def test_operations_that_depend_on_the_partition_are_refused(pool: RankPool, tmp_path: Path) -> None:
     path = cut_graph(plain_graph(), 2, "random", tmp_path / "parts")
     outcomes = pool.run(2, on_rank, str(path), [*REFUSED])
@@ -57,9 +43,22 @@ def test_operations_that_depend_on_the_partition_are_refused(pool: RankPool, tmp
         assert all("a module" in rank[name]["refused"] or "sources" in rank[name]["refused"] for rank in outcomes), name
 
 
-def dropped(view: Any) -> dict[str, Any]:
-    import torch_geometric.nn as pyg
+def test_cached_layers_forget_another_graph() -> None:
+    graph = plain_graph()
+    x, edge_index = graph.single_nodes.x, graph.single_edges.edge_index().long()
+    assert x is not None
+    for kind in (pyg.GCNConv, pyg.SGConv):
+        module = kind(IN, 3, cached=True, bias=False)
+        expected = module(x, edge_index, graph.single_edges.weight).clone()
+        module._cached_edge_index = module._cached_x = None
+        module(x[:2], edge_index[:, :0])
+        for _ in range(2):
+            out = PygModule(module)(LocalView.of_graph(graph), x)
+            torch.testing.assert_close(out, expected)
+            assert module.cached and module._cached_edge_index is None and getattr(module, "_cached_x", None) is None
 
+
+def dropped(view: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     module = torch.nn.ModuleDict({"gat": pyg.GAT(IN, 8, 2, 3, heads=2, dropout=0.4)}).double().train()["gat"]
     features = plain_graph().single_nodes.x

@@ -188,6 +188,9 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 REFUSED: dict[str, Callable[[], torch.nn.Module]] = {
     "SuperGATConv": two(lambda i, o: pyg.SuperGATConv(i, o, edge_sample_ratio=0.8)),
     "GraphUNet": lambda: pyg.GraphUNet(IN, HIDDEN, OUT, depth=2),
+    "GPSConv, attention dropout": lambda: Two(
+        pyg.GPSConv(IN, None, attn_kwargs={"dropout": 0.5}), pyg.SAGEConv(IN, OUT)
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
 from gnnfleet.nn.pyg.layers import ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.random_graph import random_graph_like
-from gnnfleet.nn.pyg.rules import has_lazy_parameters, is_norm_over_all_nodes, pass_over
+from gnnfleet.nn.pyg.rules import has_lazy_parameters, pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
 
 _INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
@@ -54,10 +54,10 @@ class PygModule(Model):
 
     def split(self, graph: Graph) -> None:
         """Run layer by layer from now on, or set ``reason_whole``. ``graph`` has the widths of the inputs."""
-        norm = next(filter(is_norm_over_all_nodes, self.module.modules()), None)
+        reader = next(filter(reads_all_nodes, self.module.modules()), None)
         try:
-            if norm is not None:
-                raise NotSplitError(f"{type(norm).__name__} reads all nodes")
+            if reader is not None:
+                raise NotSplitError(f"{type(reader).__name__} reads all nodes")
             if self.takes_mappings or len(graph.nodes) > 1:
                 raise NotSplitError("it takes several node types")
             sample = random_graph_like(graph)

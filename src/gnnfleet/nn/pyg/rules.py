@@ -257,9 +257,12 @@ def _norm_rule(name: str) -> Callable[..., Any]:
     return rule
 
 
-def is_norm_over_all_nodes(module: torch.nn.Module) -> bool:
-    """True for torch_geometric's norms with statistics of all nodes, except batch norm."""
-    return not _NORMS.keys().isdisjoint(_library_classes(module)) and getattr(module, "mode", "graph") == "graph"
+def reads_all_nodes(module: torch.nn.Module) -> bool:
+    """True for modules of torch_geometric with a rule over all nodes, among them all its norms but batch norm."""
+    names = (_MODULE_RULES.keys() - TYPED_MODULES.keys() - {"QuantileAggregation"}).intersection(
+        _library_classes(module)
+    )
+    return bool(names) and getattr(module, "mode", "graph") == "graph"
 
 
 def _library_classes(module: torch.nn.Module) -> list[str]:

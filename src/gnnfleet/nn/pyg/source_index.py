@@ -8,6 +8,7 @@ first, by a differentiable exchange. Operations that have no meaning on numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class SourceFetcher:
     def num_local(self) -> int:
         return len(self.edges.source_ids)
 
-    @property
+    @cached_property
     def is_whole_graph(self) -> bool:
         """True if the rows of nodes are numbered as in the store, so that their numbers mean what a module expects."""
         ids, edges = self.edges.source_ids, self.edges
@@ -93,11 +94,12 @@ class SourceIndex(Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
-        index = next((value for value in args if isinstance(value, SourceIndex)), None)
-        is_whole = index is not None and index.fetcher.is_whole_graph
-        if is_whole or getattr(func, "__name__", "") in _PLAIN_RESULTS:
+        if getattr(func, "__name__", "") in _PLAIN_RESULTS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*(plain(args) if is_whole else args), **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
+        index = next((value for value in args if isinstance(value, SourceIndex)), None)
+        if index is not None and index.fetcher.is_whole_graph:
+            return func(*plain(args), **(kwargs or {}))
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         raise ConfigError(f"{name} is applied to the sources of edges, whose numbers differ between parts of the graph")
 
@@ -168,13 +170,11 @@ def _get_item(func: Any, x: Any, at: Any) -> Any:
 @_handles(Tensor.__setitem__)
 def _set_item(func: Any, x: Any, at: Any, value: Any) -> Any:
     rows = plain(at)
-    if isinstance(x, SourceIndex):
-        raise ConfigError(
-            "a module changes the ends of edges in place, whose numbers differ between parts of the graph"
-        )
+    if isinstance(x, SourceIndex) and not x.fetcher.is_whole_graph:
+        raise ConfigError("a module changes the numbers of sources of edges, which differ between parts of the graph")
     if isinstance(at, SourceIndex) and rows.numel() and int(rows.max()) >= at.fetcher.num_local:
         raise ConfigError("a module assigns rows of nodes by the sources of edges, some of which are on other ranks")
-    return func(x, rows, plain(value))
+    return func(plain(x), rows, plain(value))
 
 
 @_handles(Tensor.index_select, torch.index_select)
