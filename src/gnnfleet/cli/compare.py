@@ -52,7 +52,11 @@ def compare(
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier comparison.")] = False,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare each strategy with local in two extra epochs.")
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Compare each strategy with local in two extra epochs, and check a torch_geometric module.",
+        ),
     ] = True,
     as_json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
@@ -80,6 +84,7 @@ def compare(
     tree = overlay(options.read_settings(config, None), unflatten(common))
     run_options = {"model": model, "task": task, "split": split, "seed": seed, "workers": workers}
     tree = {"workers": 2, **overlay(tree, options.read_settings(None, None, **run_options))}
+    tree = tree if check else {**tree, "check": False}
     tree.pop("strategy", None)
     num_workers = tree.pop("workers")
     comparison = Comparison(store, output / RUNS, names, num_workers, tree, strategy_settings)

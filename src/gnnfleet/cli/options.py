@@ -94,6 +94,11 @@ SettingsOption = _option(
     "--set",
 )
 ConfigOption = _option(MODEL_PANEL, "FILE", "Read settings from a TOML file.", "--config", "-c")
+NoCheckOption = typer.Option(
+    "--no-check",
+    rich_help_panel=EXECUTION_PANEL,
+    help="Skip the self-check of a torch_geometric module. Wrong results are then possible.",
+)
 SeedOption = _option(
     MODEL_PANEL, "N", "Random seed. The same seed and number of threads give the same weights, bit for bit. Default 0."
 )

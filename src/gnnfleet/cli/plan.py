@@ -71,6 +71,7 @@ def plan(
     config: Annotated[Path | None, options.ConfigOption] = None,
     partition: Annotated[str | None, options.PartitionOption] = None,
     seed: Annotated[int | None, options.SeedOption] = None,
+    no_check: Annotated[bool, options.NoCheckOption] = False,
     as_json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
 ) -> None:
@@ -96,6 +97,7 @@ def plan(
         split=split,
         partition=partition,
         memory=memory,
+        check=False if no_check else None,
     )
     rate = None if bandwidth is None else parse_rate(bandwidth)
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]

@@ -68,6 +68,7 @@ def train(
     run_dir: Annotated[Path | None, options.RunDirOption] = None,
     resume: Annotated[bool, options.ResumeOption] = False,
     trace: Annotated[bool, options.TraceOption] = False,
+    no_check: Annotated[bool, options.NoCheckOption] = False,
     as_json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
 ) -> None:
@@ -100,6 +101,7 @@ def train(
         memory=memory,
         precision=None if precision is None else str(precision),
         report={"trace": True} if trace else None,
+        check=False if no_check else None,
     )
     location = RunLocation(run_dir, keep=True, resume=resume)
 

@@ -44,7 +44,7 @@ from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, Pl
 from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs, find_spec
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, FanoutOption
 from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate
-from gnnfleet.training.module_execution import check_partition, settle_execution
+from gnnfleet.training.module_execution import check_strategy, settle_execution
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
 from gnnfleet.units import format_size
 
@@ -124,7 +124,7 @@ def make_plan(
             accepted = {option for config in configs for option in type(config.strategy).model_fields}
             valid = {option: value for option, value in options.items() if option in accepted}
             fanouts, batch = valid.get("fanouts"), valid.get("batch") or DEFAULT_BATCH
-            base, remark = settle_execution(stored, base, parts=False)
+            base, remark = settle_execution(stored, base, for_plan=True)
             if remark:
                 print_note(remark, quiet=quiet)
             settings = {**settings, "model": base.model.model_dump(exclude_unset=True)}
@@ -218,7 +218,7 @@ class _GraphPlanner:
         """The candidates of a strategy; a single refused one if it cannot train at all."""
         try:
             self.progress.stage(f"estimate of {config.strategy.name}")
-            check_partition(config, self.validated)
+            check_strategy(config, self.validated)
             return estimate_costs(config.strategy, self._context)
         except ConfigError as error:
             return [_refusal(config.strategy.name, config.workers, error)]

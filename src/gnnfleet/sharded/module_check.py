@@ -26,7 +26,7 @@ from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
-from gnnfleet.graph.sampling.sampler import NeighborSampler
+from gnnfleet.graph.sampling.sampler import Fanouts, NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.pyg.module import PygModule
@@ -62,7 +62,16 @@ def check_layers(model: PygModule, graph: Graph) -> str:
     return ""
 
 
-def check_parts(model: PygModule, graph: Graph) -> None:
+def check_sampled(model: PygModule, graph: Graph, fanouts: Fanouts) -> str:
+    """Raise ConfigError if the layers do not run on sampled blocks."""
+    sample = random_graph_like(graph)
+    blocks = NeighborSampler(sample, fanouts).blocks(dict.fromkeys(sample.nodes, torch.arange(1, NODES, 4)), _KEY)
+    if len(blocks) == model.num_layers:  # the strategy reports another number
+        _run(model, blocks, sample)
+    return ""
+
+
+def check_parts(model: PygModule, graph: Graph) -> str:
     """Raise ConfigError, with the tensor that differs or the operation that failed, unless parts equal the whole."""
     name, sample = type(model.module).__name__, random_graph_like(graph)
     expected = _run_sample(model, sample)
@@ -73,6 +82,7 @@ def check_parts(model: PygModule, graph: Graph) -> None:
                 f"{name} on {parts} parts of a graph differs from {name} on the whole graph by {difference[1]:.1e} in "
                 f"{difference[0]}: an operation of it depends on the partition. Use strategy local, or a gf.nn.Model"
             )
+    return ""
 
 
 def _run_sample(model: PygModule, sample: Graph, rows: Tensor | None = None, *, training: bool = True) -> Outcome:

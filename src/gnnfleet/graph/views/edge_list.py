@@ -37,8 +37,8 @@ class EdgeList:
     """Collective. The transpose of ``fetch``: [M, F] → [N_src, F], remote rows are added to those of their owners."""
     fetched_degree: Degrees | None = None
     """Collective. [M] numbers in the whole graph of the rows of ``fetch(x)``; None if in-edges of all are listed."""
-    scale: Callable[[], Tensor] | None = None
-    """[E] edges in the store per listed edge of its destination; None unless edges are a uniform sample."""
+    sampling_scale: Callable[[], Tensor] | None = None
+    """[N_dst] edges in the store per listed edge; None unless edges are a uniform sample."""
 
     @property
     def is_bipartite(self) -> bool:

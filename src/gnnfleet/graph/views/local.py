@@ -250,8 +250,7 @@ class LocalView(ViewBase[LocalEdges]):
         if table.is_bipartite or (num_dst == len(ids) and edges.sampling_scale is None):
             edges.edge_list[:] = [table]
             return table
-        scale = None if edges.sampling_scale is None else lambda: edges._scale[table.index[1]]
-        return replace(table, fetched_degree=self.nodes[edge_type.src].degree, scale=scale)
+        return replace(table, fetched_degree=self.nodes[edge_type.src].degree, sampling_scale=edges.sampling_scale)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))

@@ -75,6 +75,10 @@ def joined_edge_list(view: GraphView) -> tuple[EdgeList, Tensor]:
 
     numbers = torch.cat([torch.full_like(edges.edge_ids, number) for number, edges in enumerate(lists)])
     ids = join("edge_ids") + numbers * _RELATION_IDS
+    if lists[0].sampling_scale is not None:
+        raise ConfigError(
+            "a module with edge_type reads all neighbours: set strategy.fanouts to −1, or use sar or pipe"
+        )
     index = torch.cat([edges.index for edges in lists], 1)
     return replace(lists[0], index=index, weight=join("weight"), attr=join("attr"), edge_ids=ids), numbers
 

@@ -23,7 +23,7 @@ from gnnfleet.nn.norm import batch_norm, mean_over_nodes
 from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
 from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
 from gnnfleet.nn.pyg.native import find_peer, run_native
-from gnnfleet.nn.pyg.neighbor_sums import normalization_rule
+from gnnfleet.nn.pyg.neighbor_sums import normalization_rule, scaled_messages
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
 _DROPOUTS = 16  # of edges in one call, at most
@@ -63,7 +63,7 @@ class _PassRules(TorchFunctionMode):
         # Dropouts of nodes, and of edges by call: a call may end early on a part without edges.
         self.num_dropouts = self.num_edge_dropouts = 0
         self.edges: Tensor | None = None  # edge_index of the messages being computed
-        self.propagated: Tensor | None = None
+        self.propagated: Tensor | None = None  # edge_index of a convolution that passes messages
         self.row_types = RowTypes(view) if len(view.node_types) > 1 else None
 
     def next_edge_mask(self) -> int:
@@ -116,15 +116,23 @@ def _track_edges(rules: _PassRules, module: torch.nn.Module, stack: ExitStack) -
     def end(_: Any, inputs: Any, out: Any) -> None:
         rules.edges = None
 
+    def end_convolution(*_: Any) -> None:
+        rules.propagated = None
+
+    def end_messages(conv: Any, inputs: Any, out: Tensor) -> Tensor:
+        rules.edges = None
+        return scaled_messages(conv, rules.propagated, out)
+
     for register, hook in (
         (module.register_propagate_forward_pre_hook, propagate),
         (module.register_propagate_forward_hook, end_propagate),
+        (module.register_forward_hook, end_convolution),
         (module.register_message_forward_pre_hook, begin_messages),
-        (module.register_message_forward_hook, end),
+        (module.register_message_forward_hook, end_messages),
         (module.register_edge_update_forward_pre_hook, begin),
         (module.register_edge_update_forward_hook, end),
     ):
-        stack.callback(register(hook).remove)  # type: ignore[operator]
+        stack.callback(register(hook).remove)  # type: ignore[operator, arg-type]
 
 
 def _dropout(
@@ -168,6 +176,9 @@ def _batch_norm(
     norm = SimpleNamespace(
         running_mean=running_mean, running_var=running_var, weight=weight, bias=bias, momentum=momentum, eps=eps
     )
+    if training and rules.row_types is None and rules.edges is None and rules.propagated is not None:
+        num_dst = rules.view.num_dst  # behind its messages a convolution has meaningless rows of other sources
+        return torch.cat([_norm_columns(rules.view, norm, input[:num_dst]), input[num_dst:]])
     if training:
         return _norm_columns(rules.view, norm, input)
     return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]

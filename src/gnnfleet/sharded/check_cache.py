@@ -1,0 +1,109 @@
+"""Self-checks that passed, by a fingerprint of all that decides them. Nothing else is kept, so a refusal is repeated.
+
+The fingerprint covers the state of a module without the values of its parameters, the files of its classes and of what
+these import, except installed packages, versions, and the types and widths of the graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from gnnfleet.graph.graph import Graph
+from gnnfleet.io.atomic import write_atomically
+from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.report.run_record import versions
+
+_OWN_CODE = Path(__file__).parents[1]
+_INSTALLED = ("site-packages", "dist-packages", str(Path(os.__file__).parent))
+
+
+def cached_check(name: str, model: PygModule, graph: Graph, check: Callable[[], str]) -> str:
+    """The result of a check, which is empty if it passes; it runs unless it has passed before."""
+    try:
+        path = _cache_path(name, model, graph)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, OSError):  # as lambdas: no fingerprint
+        return check()
+    if path.is_file():
+        return ""
+    result = check()
+    if not result:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"passed": name}).encode())
+        except OSError:  # the next run checks again
+            return result
+    return result
+
+
+def _cache_path(name: str, model: PygModule, graph: Graph) -> Path:
+    content = io.BytesIO()
+    pickler = _StatePickler(content)
+    pickler.dump(model.module)
+    digest = hashlib.sha256(content.getvalue())
+    for source in (*_sources(pickler.modules), *(path.read_bytes() for path in sorted(_OWN_CODE.glob("nn/pyg/*.py")))):
+        digest.update(source)
+    nodes = [(kind, None if table.x is None else table.x.shape[1:]) for kind, table in graph.nodes.items()]
+    edges = [
+        (kind, table.weight is None, None if table.attr is None else table.attr.shape[1:])
+        for kind, table in graph.edges.items()
+    ]
+    digest.update(
+        repr(
+            [
+                name,
+                model.reads_whole_graph,
+                sorted(versions().items()),
+                getattr(sys.modules.get("torch_geometric"), "__version__", ""),
+                nodes,
+                edges,
+            ]
+        ).encode()
+    )
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "gnnfleet" / "module-checks" / f"{digest.hexdigest()}.json"
+
+
+class _StatePickler(pickle.Pickler):
+    """Writes the state of a module to be hashed; nothing reads it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            flat = value.detach().reshape(-1)[: 0 if is_parameter else None]
+            return str(value.dtype), tuple(value.shape), flat.contiguous().view(torch.uint8).numpy().tobytes()
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            self.modules.add(value.__module__)
+        return None
+
+
+def _sources(names: set[str]) -> Iterator[bytes]:
+    """Contents and constants of Python modules that are not installed, and of those that they import."""
+    pending, seen = sorted(names, key=str), set[str]()
+    while pending:
+        name = pending.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in seen or file is None or any(folder in file for folder in _INSTALLED):
+            continue
+        seen.add(name)
+        values = vars(module).values()
+        yield Path(file).read_bytes() + repr([v for v in values if isinstance(v, int | float | str | tuple)]).encode()
+        pending += [value.__name__ for value in values if isinstance(value, ModuleType)]
+        pending += [value.__module__ for value in values if isinstance(value, type | FunctionType)]
