@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -66,7 +67,8 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     out, err, sigterm_handler = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
     code: Any = None
     argv = mock.patch.object(sys, "argv", ["gnnfleet", *map(str, arguments)])
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), argv:
+    unconfigured = mock.patch.object(logging.getLogger(), "handlers", [])  # pytest adds some
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), argv, unconfigured:
         try:
             main.main()
         except SystemExit as error:

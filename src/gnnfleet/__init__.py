@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gnnfleet import nn as nn
-    from gnnfleet.api import train as train
+    from gnnfleet.api import load_run, train
     from gnnfleet.errors import ConfigError as ConfigError
     from gnnfleet.errors import ExchangeError as ExchangeError
     from gnnfleet.errors import GnnfleetError as GnnfleetError
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
     from gnnfleet.errors import PartitionError as PartitionError
     from gnnfleet.errors import RunError as RunError
     from gnnfleet.errors import StoreError as StoreError
-    from gnnfleet.graph.graph import EdgeType as EdgeType
-    from gnnfleet.graph.graph import Graph as Graph
-    from gnnfleet.graph.ingest.networkx import from_networkx as from_networkx
-    from gnnfleet.graph.ingest.npz import read_npz as read_npz
-    from gnnfleet.graph.ingest.ogb import read_ogb as read_ogb
-    from gnnfleet.graph.ingest.pyg import from_pyg as from_pyg
-    from gnnfleet.graph.ingest.pyg import to_pyg as to_pyg
-    from gnnfleet.graph.sampling.loader import NeighborLoader as NeighborLoader
+    from gnnfleet.graph.graph import EdgeType, Graph
+    from gnnfleet.graph.ingest.networkx import from_networkx
+    from gnnfleet.graph.ingest.npz import read_npz
+    from gnnfleet.graph.ingest.ogb import read_ogb
+    from gnnfleet.graph.ingest.pyg import from_pyg, to_pyg
+    from gnnfleet.graph.sampling.loader import NeighborLoader
     from gnnfleet.graph.store import save_store as save
     from gnnfleet.graph.validate import open_validated_store as open
-    from gnnfleet.graph.views.view import GraphView as GraphView
+    from gnnfleet.graph.views.view import GraphView
 
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
@@ -44,6 +42,7 @@ _HOMES = {
     "NeighborLoader": "gnnfleet.graph.sampling.loader.NeighborLoader",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
+    "load_run": "gnnfleet.api.load_run",
     "open": "gnnfleet.graph.validate.open_validated_store",
     "read_npz": "gnnfleet.graph.ingest.npz.read_npz",
     "read_ogb": "gnnfleet.graph.ingest.ogb.read_ogb",
@@ -53,27 +52,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "ConfigError",
-    "EdgeType",
-    "ExchangeError",
-    "GnnfleetError",
-    "Graph",
-    "GraphView",
-    "InputError",
-    "NativeError",
-    "NeighborLoader",
-    "PartitionError",
-    "RunError",
-    "StoreError",
-    "from_networkx",
-    "from_pyg",
-    "open",
-    "read_npz",
-    "read_ogb",
-    "save",
-    "to_pyg",
-    "train",
-]
+    "ConfigError", "EdgeType", "ExchangeError", "GnnfleetError", "Graph", "GraphView", "InputError", "NativeError",
+    "NeighborLoader", "PartitionError", "RunError", "StoreError", "from_networkx", "from_pyg", "load_run", "open",
+    "read_npz", "read_ogb", "save", "to_pyg", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

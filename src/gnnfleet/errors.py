@@ -12,6 +12,9 @@
 Each message says what happened, what was expected and what to do. Programming errors are asserts, not errors.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class GnnfleetError(Exception):
     """Base class; ``exit_code`` is the exit code of the command line."""
@@ -45,6 +48,12 @@ class RunError(GnnfleetError):
 
 class ExchangeError(GnnfleetError):
     exit_code = 8
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """The most similar choice to an unknown name, or all choices, for a message."""
+    similar = difflib.get_close_matches(name, choices := list(choices), n=1, cutoff=0.65)
+    return f"did you mean {similar[0]!r}?" if similar else f"choose one of {', '.join(choices)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -102,7 +102,7 @@ def test_set_applies_to_the_strategy_of_the_options() -> None:
         ({"memory": 0}, "memory 0 is not a size"),
         ({"memory": True}, "memory True is not a size"),
         ({"memory": [4]}, "memory [4] is not a size"),
-        ({"partition": "minkut"}, "no partitioner 'minkut': did you mean mincut?"),
+        ({"partition": "minkut"}, "no partitioner 'minkut': did you mean 'mincut'?"),
         ({"partition": "zzz"}, "choose one of random, range, mincut, super, stream"),
         ({"partition": "mincut"}, "strategy local uses no partition: leave out --partition mincut"),
         ({"model": {"name": "mine.py"}}, "a custom model is named file.py:factory, found 'mine.py'"),

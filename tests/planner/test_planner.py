@@ -171,7 +171,7 @@ def test_on_linked_machines_every_strategy_is_planned_and_slow_links_cost_more(s
 
 
 def test_trials_of_a_launch_that_dies_are_launched_one_by_one(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched: list[list[Any]] = []
 
@@ -183,13 +183,14 @@ def test_trials_of_a_launch_that_dies_are_launched_one_by_one(
 
     monkeypatch.setattr(planning, "launch_trials", dying)
     settings = {"model": MODEL, "workers": 2}
+    caplog.set_level("INFO", "gnnfleet")
     plan = make_plan(gf.open(store), settings, only=["local", "sar"], quiet=False)
     assert len(launched[0]) > 1 and launched[1:] == [[strategy] for strategy in launched[0]]
     assert plan.best is not None and plan.best.name == "sar"
     assert "local" in {candidate.name for candidate in plan.fits}
     (refused,) = plan.refused
     assert refused.refused.startswith("its trial failed: rank 1 (pid 7) was killed by SIGKILL")
-    assert refused.refused in capsys.readouterr().err
+    assert refused.refused in caplog.text
 
 
 def test_a_trial_that_runs_out_of_memory_in_one_process_refuses_its_candidate(
@@ -245,7 +246,7 @@ def test_a_plan_in_which_nothing_fits_is_an_error(store: Path) -> None:
 
 
 def test_auto_in_which_nothing_fits_is_an_error(store: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing fits into --memory 1 MiB"):
+    with pytest.raises(ConfigError, match="nothing fits into memory=1 MiB"):
         gf.train(store, strategy="auto", model=MODEL, epochs=1, memory="1MiB")
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from gnnfleet.api import train
-from gnnfleet.cli.evaluate import graph_of_run
 from gnnfleet.cli.output import print_result
 from gnnfleet.cli.train import _summary
 from gnnfleet.errors import ConfigError, RunError
@@ -25,6 +24,7 @@ from gnnfleet.report.run_reader import read_run, summarize
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import run_training
+from gnnfleet.training.run_dir import RunDirectory
 from tests.graphs import CLASSES, assert_same_checkpoint, communities
 from tests.report.runs import write_run
 from tests.shell import fails, run_json, start
@@ -163,7 +163,7 @@ def test_a_run_keeps_its_model_and_store(store: Path, finished: tuple[Path, dict
     path = finished[0]
     with pytest.raises(ConfigError, match="is not empty"):
         train(store, **SETTINGS, run_dir=path)
-    with pytest.raises(ConfigError, match=r"started with model\.hidden=32"):
+    with pytest.raises(ConfigError, match=r"started with model=\{\"hidden\": 32\}"):
         train(store, model={"hidden": 8}, run_dir=path, resume=True)
     other = save_store(Graph([[0, 1], [1, 0]], x=[[0.0], [1.0]], y=[0, 1], split=[0, 1]), tmp_path / "other")
     with pytest.raises(RunError, match="changed since the run started"):
@@ -172,20 +172,20 @@ def test_a_run_keeps_its_model_and_store(store: Path, finished: tuple[Path, dict
         "evaluate", path, "--store", tmp_path / "other", code=7
     )
     with pytest.raises(RunError, match="is not a run"):
-        graph_of_run(tmp_path, None)
+        RunDirectory(tmp_path).open_graph()
 
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "advice"),
     [
-        ("local", 1, "for strategy local use --set evaluation_memory=SIZE"),
-        ("tma", 2, "for strategy tma use --set evaluation_memory=SIZE"),
-        ("macrobatch", 2, r"for strategy macrobatch use --set strategy\.feature_memory=SIZE"),
+        ("local", 1, "for strategy local use evaluation_memory=SIZE"),
+        ("tma", 2, "for strategy tma use evaluation_memory=SIZE"),
+        ("macrobatch", 2, "for strategy macrobatch use feature_memory=SIZE"),
         ("pipe", 2, "for strategy pipe leave it out; gnnfleet plan"),
     ],
 )
 def test_a_memory_budget_that_a_strategy_does_not_keep_is_refused(strategy: str, workers: int, advice: str) -> None:
-    with pytest.raises(ConfigError, match=f"--memory is the budget of a worker of sar, and of plans; {advice}"):
+    with pytest.raises(ConfigError, match=f"memory is the budget of a worker of sar, and of plans; {advice}"):
         train(communities(60), strategy=strategy, workers=workers, epochs=1, memory="1GiB")
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from gnnfleet.cli import options
 from gnnfleet.cli.output import print_result, table
-from gnnfleet.errors import ConfigError, RunError
-
-if TYPE_CHECKING:
-    from gnnfleet.graph.graph import Graph
+from gnnfleet.errors import ConfigError
 
 
 class SplitChoice(StrEnum):
@@ -67,26 +65,12 @@ def run_query_command(
     """Run a ``Query`` in this process, on workers it starts, or as one rank under torchrun."""
     launch_env = options.start_process()
     from gnnfleet.inference.query import Query, run_query, run_query_as_rank
+    from gnnfleet.training.run_dir import RunDirectory
 
     query = Query(**query_fields)
+    open_graph = partial(RunDirectory(Path(query.run)).open_graph, store)
     if launch_env is not None:
         if workers not in (None, launch_env.size):
             raise ConfigError(f"torchrun started {launch_env.size} workers, found --workers {workers}: leave it out")
-        run_query_as_rank(launch_env, query, lambda: graph_of_run(Path(query.run), store), quiet=quiet, show=show)
-    show(run_query(query, graph_of_run(Path(query.run), store), workers=workers, quiet=quiet))
-
-
-def graph_of_run(run: Path, store: Path | None) -> Graph:
-    """The store a run was trained on, or ``store`` if given."""
-    from gnnfleet.graph.validate import open_validated_store
-    from gnnfleet.training.run_dir import RunDirectory
-
-    if store is not None:
-        return open_validated_store(store)
-    directory = RunDirectory(run)
-    saved = directory.info()["store"]
-    if saved is None:
-        raise RunError(f"{run} was trained on a graph in memory: pass its store with --store")
-    graph = open_validated_store(saved["path"])
-    directory.check_graph(graph)
-    return graph
+        run_query_as_rank(launch_env, query, open_graph, quiet=quiet, show=show)
+    show(run_query(query, open_graph(), workers=workers, quiet=quiet))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -33,7 +32,7 @@ from gnnfleet.cli.predict import predict
 from gnnfleet.cli.report import REPORT_EXAMPLES, report
 from gnnfleet.cli.train import TRAIN_EXAMPLES, train
 from gnnfleet.cli.watch import watch
-from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.errors import ConfigError, GnnfleetError, suggest
 from gnnfleet.report.remarks import print_note
 
 INTERRUPTED = "interrupted; no partial files were left"
@@ -137,13 +136,15 @@ def _show_usage_error(error: Any, arguments: Sequence[str]) -> str:
 def _nearest_choice(choice: str, choices: Sequence[str]) -> str:
     if choice == "metis":
         return ": METIS is mincut, or super for many small clusters"
-    nearest = difflib.get_close_matches(choice, choices, n=1, cutoff=0.5)
-    return f": did you mean {nearest[0]}?" if nearest else ""
+    hint = suggest(choice, choices)
+    return f": {hint}" if hint.startswith("did") else ""
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str | None:
-    from gnnfleet.config.suggest import settings_ending_in
+    from gnnfleet.config.suggest import UNSUPPORTED, settings_ending_in
 
+    if option == "--device":
+        return UNSUPPORTED["device"]
     names = settings_ending_in(option.lstrip("-").replace("-", "_"))
     if not names:
         return None

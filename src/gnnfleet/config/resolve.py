@@ -93,7 +93,8 @@ def named_group(key: str, value: Any) -> SettingsTree:
     if isinstance(value, str):
         return {"name": value}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={value!r}: expected a name or a table of settings")
+        module = ", or in Python an instance of a torch.nn.Module" if key == "model" else ""
+        raise ConfigError(f"{key}={value!r}: expected a name or a table of settings{module}")
     return dict(value)
 
 

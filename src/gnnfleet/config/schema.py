@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, field_validator
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, suggest
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.link_config import LinkConfig
 from gnnfleet.strategies.config import StrategyConfig
@@ -65,7 +64,5 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         from gnnfleet.graph.partition.assign import PARTITIONERS
 
         if method is not None and method not in PARTITIONERS:
-            closest = difflib.get_close_matches(method, PARTITIONERS, n=1, cutoff=0.5)
-            hint = f"did you mean {closest[0]}?" if closest else f"choose one of {', '.join(PARTITIONERS)}"
-            raise ConfigError(f"no partitioner {method!r}: {hint}")
+            raise ConfigError(f"no partitioner {method!r}: {suggest(method, PARTITIONERS)}")
         return method

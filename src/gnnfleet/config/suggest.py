@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,13 +18,18 @@ from gnnfleet.strategies.spec import StrategySpec
 _UNION_MEMBERS = ("int", "float", "bool", "str")
 """Parts of pydantic's error paths that name a type of a union and no setting."""
 
+UNSUPPORTED = {"device": "gnnfleet runs on CPUs only, leave it out"}
+
+
+@cache
+def settings_of_all_strategies() -> list[str]:
+    """Full names of the settings of any strategy."""
+    return list(dict.fromkeys(name for spec in all_specs().values() for name in _setting_names(spec)))
+
 
 def settings_ending_in(option: str) -> list[str]:
     """Full names of the settings, of any strategy, whose last part is ``option``."""
-    matches = [
-        name for spec in all_specs().values() for name in _setting_names(spec) if name.rpartition(".")[2] == option
-    ]
-    return list(dict.fromkeys(matches))
+    return [name for name in settings_of_all_strategies() if name.rpartition(".")[2] == option]
 
 
 def explain(error: ValidationError, spec: StrategySpec[Any], prefix: str = "") -> str:
@@ -32,7 +38,7 @@ def explain(error: ValidationError, spec: StrategySpec[Any], prefix: str = "") -
     path = _error_path(first)
     key = prefix + ".".join(path)
     if first["type"] == "extra_forbidden":
-        return f"no setting {key!r}: {_suggestion(key, spec)}"
+        return f"no setting {key!r}: {suggest_setting(key, spec)}"
     new_values = RENAMED_VALUES.get((spec.name, key.removeprefix("strategy.")), {})
     if value := new_values.get(str(first["input"])):
         return f"{key}={first['input']} is called {key}={value} since version 0.2"
@@ -55,9 +61,11 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _suggestion(key: str, spec: StrategySpec[Any]) -> str:
+def suggest_setting(key: str, spec: StrategySpec[Any]) -> str:
     """Suggest a setting in place of an unknown one: the same name in another group, else the most similar name."""
     group, _, option = key.rpartition(".")
+    if option in UNSUPPORTED:
+        return UNSUPPORTED[option]
     if group == "strategy" and (name := RENAMED.get(spec.name, {}).get(option)):
         return f"it is called strategy.{name} since version 0.2"
     names = _setting_names(spec)
@@ -69,7 +77,7 @@ def _suggestion(key: str, spec: StrategySpec[Any]) -> str:
         return f"strategy {spec.name} has no such setting, strategy.{option} is a setting of {', '.join(others)}"
     in_group = [name for name in names if not group or name.startswith(f"{group}.")]
     by_option = {name.rpartition(".")[2]: name for name in reversed(in_group)}
-    closest = difflib.get_close_matches(option, by_option, n=1, cutoff=0.5)
+    closest = difflib.get_close_matches(option, by_option, n=1, cutoff=0.65)
     if closest:
         return f"did you mean {by_option[closest[0]]}?"
     return "known: " + ", ".join(name.rpartition(".")[2] for name in in_group if name.rpartition(".")[0] == group)

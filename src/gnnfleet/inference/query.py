@@ -168,6 +168,16 @@ def read_finished_run(graph: Graph, config: RunConfig, directory: RunDirectory) 
     return reopen
 
 
+def rebuild_on(graph: Graph, config: RunConfig, trained: BuiltRun) -> BuiltRun:
+    """A trained node run with its weights on another graph, whose nodes need neither labels nor a split."""
+    if trained.output is None:
+        raise ConfigError("runs on links and events predict on their own graph only")
+    output = trained.output if _reads_edge_features(config) else replace(trained.output, edge_columns={})
+    built = _build(graph, _with_workers(config, 1), output, RankContext())
+    built.strategy.load_state_dict({"model": trained.strategy.state_dict()["model"]})
+    return built
+
+
 def _resolve_query(query: Query, workers: int | None) -> RunConfig:
     """The config that a query runs with; raises ConfigError for impossible workers or output."""
     directory = RunDirectory(Path(query.run))
@@ -205,7 +215,7 @@ def _reads_edge_features(config: RunConfig) -> bool:
     """True if the model may read edge features; a custom model is assumed to."""
     model = config.model
     could = model.name in ("gat", "gatv2") or config.spec.input == "events"
-    return model.file is not None or (could and model.edge_features)
+    return model.is_custom or (could and model.edge_features)
 
 
 def _check_columns(directory: RunDirectory, config: RunConfig, graph: Graph) -> None:

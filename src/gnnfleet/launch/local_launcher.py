@@ -23,6 +23,7 @@ from typing import Any
 import gnnfleet
 from gnnfleet.comm.failure import Failure, FailureKind
 from gnnfleet.errors import ExchangeError, GnnfleetError
+from gnnfleet.launch.live_module import inherited_by_workers
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.training.partition_cache import error_for_exit_code
 
@@ -70,7 +71,7 @@ def launch(
     )
     failures: Mapping[int, Any] = {}
     try:
-        with _signals_restored(), worker_environment(), _silence_torchrun():
+        with _signals_restored(), worker_environment(), _silence_torchrun(), inherited_by_workers(spec.module_fd):
             elastic_launch(config, sys.executable)("-m", "gnnfleet.launch.worker", str(folder / "SPEC.json"), function)
         return dict(json.loads(answer.read_bytes()))
     except ChildFailedError as error:

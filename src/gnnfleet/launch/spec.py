@@ -27,6 +27,7 @@ class RunSpec:
     question: dict[str, Any] | None = None  # to a trained run; None trains
     trials: list[dict[str, Any]] | None = None  # of a plan; None trains
     output: dict[str, Any] | None = None  # with a question on nodes: the schema of predictions
+    module_fd: int | None = None  # inherited memory with a live module; only the worker's own parent sets it
     answer: str | None = None  # the file that the first rank writes its answer to
 
     @classmethod

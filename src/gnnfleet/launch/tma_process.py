@@ -40,11 +40,13 @@ def main() -> NoReturn:
     spec = RunSpec.read(path)
     set_up_worker(spec.parent, spec.threads)
     from gnnfleet.comm.message_store import Address, MessageStore
+    from gnnfleet.launch.live_module import receive_module
 
     code = 0
     end_soon_after_signals(lambda: None)
     try:
         try:
+            receive_module(spec)
             store = MessageStore.connect(Address.parse(address))
             if role == COORDINATOR:
                 run_coordinator(spec, store)

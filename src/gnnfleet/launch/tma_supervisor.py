@@ -57,12 +57,13 @@ class LocalProcess:
     command: list[str]
     folder: Path
     restarts: int
+    fds: Sequence[int] = ()  # that the process inherits
     failure: Failure | None = None
     kill_reason: str = ""  # set if the launcher killed it
 
     def __post_init__(self) -> None:
         # Ctrl-C goes to the launcher, which ends the processes in order.
-        self.process = subprocess.Popen(self.command, start_new_session=True)
+        self.process = subprocess.Popen(self.command, start_new_session=True, pass_fds=self.fds)
 
     @property
     def is_running(self) -> bool:
@@ -115,6 +116,9 @@ def launch_supervised(
         raise ConfigError(f"strategy.listen: {first_line(error)}") from error
     messages = RunMessages(store)
     num_local = workers if settings.get("local_trainers") is None else int(settings["local_trainers"])
+    fds = () if spec.module_fd is None else (spec.module_fd,)
+    if fds and (num_local < workers or settings.get("launcher") == "ray"):
+        raise ConfigError("a live module reaches trainers of this machine only: use model='file.py:factory'")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     answer = folder / "answer.json"
@@ -126,7 +130,7 @@ def launch_supervised(
         confirm = f" --model-sha256 {hashlib.sha256(model_source).hexdigest()}" if model_source else ""
         numbers = f"{num_local}-{workers - 1}"
         log_user(f"Waiting for trainers {numbers}: gnnfleet join {store.address} STORE --trainers {numbers}{confirm}")
-    (coordinator,) = start_processes(folder, reachable_address(store.address), [COORDINATOR], restarts)
+    (coordinator,) = start_processes(folder, reachable_address(store.address), [COORDINATOR], restarts, fds)
     trainers: Sequence[WorkerHandle] = []
     try:
         trainers = _start_trainers(spec, folder, store.address, num_local, restarts)
@@ -270,6 +274,7 @@ def join_supervised(
             run_dir=str(folder / "run"),
             parent=os.getpid(),
             threads=threads_per_worker(len(trainers)),
+            module_fd=None,
         )
         check_trainers_free(messages, trainers, workers)
         (folder / "SPEC.json").write_text(spec.as_json())
@@ -317,14 +322,17 @@ def _start_trainers(spec: RunSpec, folder: Path, address: Address, count: int, r
                 "set strategy.listen=0.0.0.0:29500, on a network that you trust"
             )
         return start_actors(spec, reachable_address(address, machine), roles, restarts)  # they may be on any node
-    return start_processes(folder, reachable_address(address), roles, restarts)
+    fds = () if spec.module_fd is None else (spec.module_fd,)
+    return start_processes(folder, reachable_address(address), roles, restarts, fds)
 
 
-def start_processes(folder: Path, address: str, roles: Sequence[str], restarts: int) -> list[LocalProcess]:
+def start_processes(
+    folder: Path, address: str, roles: Sequence[str], restarts: int, fds: Sequence[int] = ()
+) -> list[LocalProcess]:
     command = [sys.executable, "-m", "gnnfleet.launch.tma_process", str(folder / "SPEC.json"), address]
     processes: list[LocalProcess] = []
     try:
-        processes.extend(LocalProcess(role, [*command, role], folder, restarts) for role in roles)
+        processes.extend(LocalProcess(role, [*command, role], folder, restarts, fds) for role in roles)
     except BaseException:  # no memory for another process, or Ctrl-C
         end_processes(processes)
         raise

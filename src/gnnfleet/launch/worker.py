@@ -24,11 +24,13 @@ def main() -> NoReturn:
     set_up_worker(spec.parent, spec.threads)
     from gnnfleet.comm.launch_env import LaunchEnv
     from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT
+    from gnnfleet.launch.live_module import receive_module
     from gnnfleet.launch.rank_main import run_rank
 
     answer = getattr(import_module(module), function)
 
     def work(world: World, _: object) -> None:
+        receive_module(spec)
         content = answer(spec, world)
         if world.is_first and spec.answer is not None:
             Path(spec.answer).write_text(json.dumps(content))

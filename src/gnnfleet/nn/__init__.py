@@ -10,20 +10,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gnnfleet.nn.config import GAT as GAT
-from gnnfleet.nn.config import GCN as GCN
-from gnnfleet.nn.config import GCN2 as GCN2
-from gnnfleet.nn.config import GIN as GIN
-from gnnfleet.nn.config import RGCN as RGCN
-from gnnfleet.nn.config import SAGE as SAGE
-from gnnfleet.nn.config import TGAT as TGAT
-from gnnfleet.nn.config import TGN as TGN
-from gnnfleet.nn.config import GATv2 as GATv2
-from gnnfleet.nn.config import ModelConfig as ModelConfig
-from gnnfleet.nn.config import ResPlus as ResPlus
+from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, TGAT, TGN, GATv2, ModelConfig, ResPlus
 
 if TYPE_CHECKING:
-    from gnnfleet.nn.base import Model as Model
+    from gnnfleet.nn.base import Model
     from gnnfleet.nn.conv import GATConv as GATConv
     from gnnfleet.nn.conv import GATv2Conv as GATv2Conv
     from gnnfleet.nn.conv import GCN2Conv as GCN2Conv
@@ -33,59 +23,26 @@ if TYPE_CHECKING:
     from gnnfleet.nn.conv import ResPlusBlock as ResPlusBlock
     from gnnfleet.nn.conv import RGCNConv as RGCNConv
     from gnnfleet.nn.conv import SAGEConv as SAGEConv
-    from gnnfleet.nn.embedding import NodeEmbedding as NodeEmbedding
-    from gnnfleet.nn.heads import MetricState as MetricState
-    from gnnfleet.nn.heads import NodeHead as NodeHead
-    from gnnfleet.nn.heads import roc_auc as roc_auc
-    from gnnfleet.nn.interop import load_pyg_state as load_pyg_state
-    from gnnfleet.nn.interop import to_pyg_state as to_pyg_state
-    from gnnfleet.nn.mlp import MLP as MLP
-    from gnnfleet.nn.model import GNN as GNN
-    from gnnfleet.nn.model import build_model as build_model
-    from gnnfleet.nn.norm import BatchNorm as BatchNorm
-    from gnnfleet.nn.norm import LayerNorm as LayerNorm
+    from gnnfleet.nn.embedding import NodeEmbedding
+    from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
+    from gnnfleet.nn.interop import load_model, load_pyg_state, save_model, to_pyg, to_pyg_state
+    from gnnfleet.nn.mlp import MLP
+    from gnnfleet.nn.model import GNN, build_model
+    from gnnfleet.nn.norm import BatchNorm, LayerNorm
 
 __all__ = [
-    "GAT",
-    "GCN",
-    "GCN2",
-    "GIN",
-    "GNN",
-    "MLP",
-    "RGCN",
-    "SAGE",
-    "TGAT",
-    "TGN",
-    "BatchNorm",
-    "GATConv",
-    "GATv2",
-    "GATv2Conv",
-    "GCN2Conv",
-    "GCNConv",
-    "GENConv",
-    "GINConv",
-    "LayerNorm",
-    "MetricState",
-    "Model",
-    "ModelConfig",
-    "NodeEmbedding",
-    "NodeHead",
-    "RGCNConv",
-    "ResPlus",
-    "ResPlusBlock",
-    "SAGEConv",
-    "build_model",
-    "load_pyg_state",
-    "roc_auc",
-    "to_pyg_state",
-]
+    "GAT", "GCN", "GCN2", "GIN", "GNN", "MLP", "RGCN", "SAGE", "TGAT", "TGN", "BatchNorm", "GATConv", "GATv2",
+    "GATv2Conv", "GCN2Conv", "GCNConv", "GENConv", "GINConv", "LayerNorm", "MetricState", "Model", "ModelConfig",
+    "NodeEmbedding", "NodeHead", "RGCNConv", "ResPlus", "ResPlusBlock", "SAGEConv", "build_model", "load_model",
+    "load_pyg_state", "roc_auc", "save_model", "to_pyg", "to_pyg_state",
+]  # fmt: skip
 
 _MODULES = {
     "base": "Model",
     "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv ResPlusBlock RGCNConv SAGEConv",
     "embedding": "NodeEmbedding",
     "heads": "MetricState NodeHead roc_auc",
-    "interop": "load_pyg_state to_pyg_state",
+    "interop": "load_model load_pyg_state save_model to_pyg to_pyg_state",
     "mlp": "MLP",
     "model": "GNN build_model",
     "norm": "BatchNorm LayerNorm",

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.graph import EdgeType, Graph
+from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.link import Decoder
+from gnnfleet.ops.draws import DrawKey
 
 Features = Tensor | Mapping[str, Tensor] | None
 RowsByType = Tensor | dict[str, Tensor]
@@ -147,14 +149,27 @@ class Model(torch.nn.Module):
 
     def forward(
         self,
-        views: GraphView | Sequence[GraphView],
+        views: GraphView | Sequence[GraphView] | Tensor,
         x: Features,
+        edge_weight: Tensor | None = None,
+        edge_attr: Tensor | None = None,
         *,
         aggregated: Aggregate | None = None,
         precomputed_product: Tensor | None = None,
     ) -> RowsByType:
-        """Output rows of the last view's destinations; a single view is used for all layers."""
+        """Output rows of the last view's destinations; a single view is used for all layers.
+
+        Called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr``, as in torch_geometric: all rows.
+        """
+        if isinstance(views, Tensor):
+            assert isinstance(x, Tensor)
+            return self._on_edges(views, x, edge_weight=edge_weight, edge_attr=edge_attr)
         return self._run(views, x, aggregated, precomputed_product, num_layers=self.num_layers)
+
+    def _on_edges(self, x: Tensor, edge_index: Tensor, **edge_data: Any) -> RowsByType:
+        view = LocalView.of_graph(Graph(edge_index, num_nodes=len(x), **edge_data))
+        key = DrawKey(seed=int(torch.randint(2**31, ())))
+        return self.forward(view.with_step(key=key, training=self.training), x)
 
     @final
     @torch.no_grad()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,14 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, suggest
 
 MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
 TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
 """Models for event streams."""
+
+LIVE = "live:"
+"""Beginning of the name of a module that a Python program passed to gf.train."""
 
 TEMPORAL_DEFAULTS: dict[str, Any] = {"hidden": 100, "layers": 1, "heads": 2, "dropout": 0.2, "pairs": True}
 """Defaults of temporal models where they differ from those of the other models."""
@@ -65,7 +67,16 @@ class ModelConfig(BaseModel):
     @property
     def file(self) -> Path | None:
         """Python file of a custom model."""
-        return None if self.name in MODELS + TEMPORAL_MODELS else Path(self.name.rpartition(":")[0])
+        return Path(self.name.rpartition(":")[0]) if self.is_custom and not self.is_live else None
+
+    @property
+    def is_custom(self) -> bool:
+        """True for models from a file, and for modules of the running program."""
+        return self.name not in MODELS + TEMPORAL_MODELS
+
+    @property
+    def is_live(self) -> bool:
+        return self.name.startswith(LIVE)
 
     @property
     def is_temporal(self) -> bool:
@@ -77,7 +88,9 @@ class ModelConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """Name of the model, without the folders of a file."""
+        """Name of the model, without the folders of a file; the class of a live module."""
+        if self.is_live:
+            return self.name.split(":")[1]
         return self.name if self.file is None else f"{self.file.name}:{self.factory}"
 
     @field_validator("name")
@@ -88,12 +101,9 @@ class ModelConfig(BaseModel):
             if not file.endswith(".py") or not factory.isidentifier():
                 raise ConfigError(f"a custom model is named file.py:factory, found {name!r}")
             return f"{Path(file).expanduser().resolve()}:{factory}"  # absolute: a run may be opened from another folder
-        if name not in MODELS + TEMPORAL_MODELS:
+        if name not in MODELS + TEMPORAL_MODELS and not re.fullmatch(rf"{LIVE}\w+:\d+", name):
             models = MODELS + TEMPORAL_MODELS
-            closest = difflib.get_close_matches(name.lower(), models, n=1, cutoff=0.5)
-            choices = f"choose one of {', '.join(models)}, or file.py:factory"
-            hint = f"did you mean {closest[0]!r}?" if closest else choices
-            raise ConfigError(f"there is no model {name!r}: {hint}")
+            raise ConfigError(f"there is no model {name!r}: {suggest(name.lower(), [*models, 'file.py:factory'])}")
         return name
 
     @model_validator(mode="after")
@@ -116,9 +126,7 @@ def make_config(name: str, **settings: Any) -> ModelConfig:
         if first["type"] != "extra_forbidden":
             text = first["msg"]
             raise ConfigError(f"{key}: {text[:1].lower()}{text[1:]}, found {first['input']!r}") from error
-        closest = difflib.get_close_matches(key, ModelConfig.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean {closest[0]!r}?" if closest else f"choose one of {', '.join(ModelConfig.model_fields)}"
-        raise ConfigError(f"a model has no setting {key!r}: {hint}") from error
+        raise ConfigError(f"a model has no setting {key!r}: {suggest(key, ModelConfig.model_fields)}") from error
 
 
 def _constructor(name: str, description: str, **defaults: Any) -> Callable[..., ModelConfig]:

@@ -6,7 +6,7 @@ becomes one message with file and line; the cause is chained.
 
 from __future__ import annotations
 
-import difflib
+import copy
 import hashlib
 import inspect
 import sys
@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from gnnfleet.errors import ConfigError, GnnfleetError
+from gnnfleet.errors import ConfigError, GnnfleetError, suggest
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import ModelConfig
@@ -29,6 +30,9 @@ from gnnfleet.nn.norm import BatchNorm
 _DROPOUTS = (torch.nn.Dropout, torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout, torch.nn.Dropout1d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm, torch.nn.LazyBatchNorm1d)
 
+live_modules: WeakValueDictionary[str, torch.nn.Module] = WeakValueDictionary()
+"""Modules that the program passed to gf.train, by ``model.name``."""
+
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a model file; raises ConfigError if it cannot be read."""
@@ -36,14 +40,18 @@ def file_digest(path: Path) -> str:
 
 
 def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) -> Model:
-    """Call the factory and check its model; raises ConfigError for anything wrong with the file or the model."""
+    """Call the factory, or copy a live module with its weights, and check the model; raises ConfigError."""
+    if config.is_live:
+        if config.name not in live_modules:
+            raise ConfigError(f"{config.label} is a module of another Python program: use file.py:factory")
+        return _checked(copy.deepcopy(live_modules[config.name]), config.label, out_channels, graph)
     assert config.file is not None
     path, name = config.file, config.factory
     with annotate_model_errors(path), _importing_from(path.parent):
         module = _run(path)
         factory = getattr(module, name, None)
         if not callable(factory):
-            raise ConfigError(f"{path} has no function {name!r}{_nearest(name, module)}")
+            raise ConfigError(f"{path} has no function {name!r}: {_nearest(name, module)}")
         _check_signature(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
     return _checked(model, f"{path.name}:{name}", out_channels, graph, config.execution)
@@ -104,8 +112,7 @@ def _nearest(name: str, module: ModuleType) -> str:
         for attribute, function in vars(module).items()
         if callable(function) and getattr(function, "__module__", None) == module.__name__ and attribute[0] != "_"
     ]
-    closest = difflib.get_close_matches(name, factories, n=1, cutoff=0.5)
-    return f": did you mean {closest[0]!r}?" if closest else f": it defines {', '.join(factories) or 'none'}"
+    return suggest(name, factories) if factories else "it defines none"
 
 
 def _check_signature(factory: Callable[..., Any], name: str) -> None:

@@ -56,6 +56,7 @@ class GNN(Model):
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
+        self.num_nodes, self.edge_dim = num_nodes, edge_dim
         self.edge_types = tuple(edge_types or ())
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
         self.hetero = len(widths) > 1

@@ -6,7 +6,6 @@ worker has a machine of its own (``--bandwidth``). Partitions, clusters and chun
 
 from __future__ import annotations
 
-import difflib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from typing import Any
 
 from gnnfleet.config.resolve import overlay, resolve, unflatten
 from gnnfleet.config.schema import RunConfig, SettingsTree
-from gnnfleet.errors import ConfigError, GnnfleetError, first_line
+from gnnfleet.errors import ConfigError, GnnfleetError, first_line, suggest
 from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
@@ -166,9 +165,7 @@ def _candidate_configs(
     valid = {option for spec in specs.values() for option in spec.config.model_fields}
     for option in options:
         if option not in valid:
-            similar = difflib.get_close_matches(option, valid, n=1, cutoff=0.5)
-            hint = f": did you mean {similar[0]}?" if similar else ""
-            raise ConfigError(f"no strategy has a setting {option!r}{hint}")
+            raise ConfigError(f"no strategy has a setting {option!r}: {suggest(option, sorted(valid))}")
     for name in only:
         if name not in specs:
             raise ConfigError(f"strategy {name!r} cannot be planned: choose among {', '.join(specs)}")
@@ -235,7 +232,7 @@ class _GraphPlanner:
         if self.bandwidth is None and workers > 1 and least > memory_limit():
             raise ConfigError(
                 f"{workers} workers need {format_size(least)} before training, this machine has "
-                f"{format_size(memory_limit())}: set --bandwidth if each worker has a machine of its own"
+                f"{format_size(memory_limit())}: gnnfleet plan --bandwidth is for one worker per machine"
             )
         return PlanningContext(
             job=job,

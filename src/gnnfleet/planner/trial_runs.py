@@ -20,6 +20,7 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.launch.live_module import share_module
 from gnnfleet.launch.local_launcher import launch
 from gnnfleet.launch.rank_main import open_same_store, with_placement
 from gnnfleet.launch.spec import RunSpec
@@ -99,13 +100,14 @@ def _corrected(estimate: CostEstimate, timing: TrialTiming | None, ratios: Seque
 
 def launch_trials(graph: Graph, config: RunConfig, trials: Sequence[TrialRun], *, scratch: Path) -> list[TrialTiming]:
     """Run trials one after the other by ``config.workers`` processes of one launch."""
-    timings = launch(
-        RunSpec.of(graph, config, scratch, None, trials=[asdict(trial) for trial in trials]),
-        folder=scratch / "launch",
-        workers=config.workers,
-        advice="try again",
-        function=f"{__name__}:run_trial_spec",
-    )
+    with share_module(config) as fd:
+        timings = launch(
+            RunSpec.of(graph, config, scratch, None, trials=[asdict(trial) for trial in trials], module_fd=fd),
+            folder=scratch / "launch",
+            workers=config.workers,
+            advice="try again",
+            function=f"{__name__}:run_trial_spec",
+        )
     return [TrialTiming(**timing) for timing in timings["timings"]]
 
 

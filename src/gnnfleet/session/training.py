@@ -17,6 +17,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import save_store
 from gnnfleet.inference.query import read_finished_run
+from gnnfleet.launch.live_module import share_module
 from gnnfleet.launch.local_launcher import launch
 from gnnfleet.launch.rank_main import run_spec
 from gnnfleet.launch.tma_supervisor import launch_supervised, remove_trainer_checkpoints
@@ -105,9 +106,12 @@ def _train_on_workers(
             location = replace(location, run_dir=scratch / "run")
         stored = graph if graph.store is not None else save_store(graph, scratch / "store")
         config = choose_clusters(stored, config, quiet=quiet)
+        in_process = config.workers == 1 and config.spec.execution != "supervised"
+        module_fd = None if in_process else stack.enter_context(share_module(config))
         spec, directory = stack.enter_context(
             prepare_run(stored, config, directory, location=location, quiet=quiet, original=graph)
         )
+        spec = replace(spec, module_fd=module_fd)
         if is_saved:
             stack.enter_context(directory.open_for_resume(quiet=quiet))
         folder = directory.path / ".launch"  # files for workers
@@ -119,7 +123,7 @@ def _train_on_workers(
                 directory.finish(record.as_json())
             collect_spans(directory.path)
             remove_trainer_checkpoints(directory.path, record.epochs)
-        elif config.workers == 1:
+        elif in_process:
             record = run_spec(spec, World())
         else:
             record = RunRecord(**launch(spec, folder=folder, workers=config.workers, restarts=restarts))

@@ -78,7 +78,7 @@ def seeded_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model: Model
-        if config.model.file is not None:
+        if config.model.is_custom:
             model = build_custom_model(config.model, graph, out_channels=out_channels)
         else:
             every_type = links is not None

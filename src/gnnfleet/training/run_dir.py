@@ -21,11 +21,12 @@ from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.validate import open_validated_store
 from gnnfleet.io.atomic import write_atomically
 from gnnfleet.io.manifest import manifest_digest
 from gnnfleet.nn.custom_model import file_digest
 from gnnfleet.report.remarks import print_note
-from gnnfleet.report.run_record import versions
+from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training.checkpoint import (
     CheckpointSink,
@@ -125,6 +126,27 @@ class RunDirectory(CheckpointSink):
             raise RunError(f"{self.path / 'config.json'} is damaged: restore it or train again") from error
         return content
 
+    def record(self) -> RunRecord:
+        """The record of a finished run; raises RunError for another."""
+        try:
+            return RunRecord(**json.loads((self.path / "record.json").read_bytes()))
+        except (OSError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{self.path} has no record: wait until it has finished, or continue with --resume"
+            ) from error
+
+    def open_graph(self, store: Path | None = None) -> Graph:
+        """Open ``store``, or else the one that the run was trained on; raises RunError if that is gone or changed."""
+        if store is not None:
+            return open_validated_store(store)
+        self.check_model_file()
+        path = (self.info()["store"] or {}).get("path", "a graph in memory")
+        if not Path(path).is_dir():
+            raise RunError(f"{self.path} was trained on {path}, which is gone: pass it with --store")
+        graph = open_validated_store(path)
+        self.check_graph(graph)
+        return graph
+
     def settings(self) -> SettingsTree:
         """The saved settings; raises RunError for those of version 0.1.0, whose options had other names."""
         info = self.info()
@@ -148,6 +170,11 @@ class RunDirectory(CheckpointSink):
 
     def check_model_file(self) -> None:
         """Raise RunError if the custom model file is missing or differs from the start of the run."""
+        if self.config().model.is_live:
+            raise RunError(
+                f"{self.path} trained a module that a Python program passed to gf.train, and runs do not save modules: "
+                "to resume, evaluate or load a run, train with model='file.py:factory'"
+            )
         saved = self.info().get("model_file")
         if saved is None or not (self.path / "checkpoints").exists():  # no weights depend on it yet
             return

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import DatasetConfig, explain, suggest
+from gnnfleet.errors import ConfigError, suggest
+from gnnfleet.graph.datasets.base import DatasetConfig, explain
 from gnnfleet.graph.datasets.communities import CommunitiesConfig, make_communities
 from gnnfleet.graph.datasets.debian import DebianConfig, make_debian
 from gnnfleet.graph.datasets.events import EventsConfig, make_events

@@ -6,8 +6,6 @@ the same configuration gives the same graph, bit for bit, for any number of thre
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Literal, Self
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from gnnfleet.errors import suggest
 from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL
 from gnnfleet.graph.ids import Ids
 from gnnfleet.ops.draws import Draws, Purpose
@@ -59,12 +58,6 @@ def explain(error: ValidationError, kind: type[DatasetConfig], name: str) -> str
     if first["type"] != "extra_forbidden":
         return f"{name}: {key}: {message[:1].lower()}{message[1:]}, found {first['input']!r}"
     return f"{name} has no parameter {key!r}: {suggest(key, kind.model_fields)}"
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """The most similar choice to an unknown name, or all choices, for a message."""
-    similar = difflib.get_close_matches(name, choices := list(choices), n=1, cutoff=0.5)
-    return f"did you mean {similar[0]!r}?" if similar else f"choose one of {', '.join(choices)}"
 
 
 def split_at_random(draws: Draws, count: int, *, train: float, val: float) -> Tensor:
