@@ -149,8 +149,8 @@ class Model(torch.nn.Module):
 
     def forward(
         self,
-        views: GraphView | Sequence[GraphView] | Tensor,
-        x: Features,
+        views: GraphView | Sequence[GraphView] | Tensor | dict[str, Tensor],
+        x: Any,
         edge_weight: Tensor | None = None,
         edge_attr: Tensor | None = None,
         *,
@@ -161,12 +161,11 @@ class Model(torch.nn.Module):
 
         Called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr``, as in torch_geometric: all rows.
         """
-        if isinstance(views, Tensor):
-            assert isinstance(x, Tensor)
+        if isinstance(views, Tensor | dict):
             return self._on_edges(views, x, edge_weight=edge_weight, edge_attr=edge_attr)
         return self._run(views, x, aggregated, precomputed_product, num_layers=self.num_layers)
 
-    def _on_edges(self, x: Tensor, edge_index: Tensor, **edge_data: Any) -> RowsByType:
+    def _on_edges(self, x: Any, edge_index: Any, **edge_data: Any) -> RowsByType:
         view = LocalView.of_graph(Graph(edge_index, num_nodes=len(x), **edge_data))
         key = DrawKey(seed=int(torch.randint(2**31, ())))
         return self.forward(view.with_step(key=key, training=self.training), x)

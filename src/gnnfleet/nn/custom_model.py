@@ -44,14 +44,15 @@ def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) 
     if config.is_live:
         if config.name not in live_modules:
             raise ConfigError(f"{config.label} is a module of another Python program: use file.py:factory")
-        return _checked(copy.deepcopy(live_modules[config.name]), config.label, out_channels, graph)
+        module = copy.deepcopy(live_modules[config.name])
+        return _checked(module, config.label, out_channels, graph, config.execution)
     assert config.file is not None
     path, name = config.file, config.factory
     with annotate_model_errors(path), _importing_from(path.parent):
-        module = _run(path)
-        factory = getattr(module, name, None)
+        source = _run(path)
+        factory = getattr(source, name, None)
         if not callable(factory):
-            raise ConfigError(f"{path} has no function {name!r}: {_nearest(name, module)}")
+            raise ConfigError(f"{path} has no function {name!r}: {_nearest(name, source)}")
         _check_signature(factory, f"{path.name}:{name}")
         model = factory(config, graph, out_channels)
     return _checked(model, f"{path.name}:{name}", out_channels, graph, config.execution)

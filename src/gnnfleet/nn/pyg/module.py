@@ -108,7 +108,7 @@ class PygModule(Model):
                 self.eval()(LocalView.of_graph(sample), {kind: nodes.x for kind, nodes in sample.nodes.items()})
             self.train(was_training)
 
-    def _on_edges(self, x: Tensor, edge_index: Tensor, **edge_data: Any) -> RowsByType:
+    def _on_edges(self, x: Any, edge_index: Any, **edge_data: Any) -> RowsByType:
         values = {name: rows for name, rows in edge_data.items() if rows is not None}
         rows: RowsByType = self.module(x, edge_index, **values)
         return rows
