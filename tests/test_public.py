@@ -28,8 +28,12 @@ def test_all_names_of_nn_are_exported() -> None:
     exec("from gnnfleet.nn import *", names)
     source = ast.parse(Path(str(gnnfleet.nn.__file__)).read_text())
     imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom)]
-    public = {alias.asname for node in imports if node.module != "__future__" for alias in node.names}
-    assert public - {"Any", "TYPE_CHECKING", "import_module"} == {*gnnfleet.nn.__all__} == {*names} - {"__builtins__"}
+    public = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert (
+        public - {"annotations", "Any", "TYPE_CHECKING", "import_module"}
+        == {*gnnfleet.nn.__all__}
+        == {*names} - {"__builtins__"}
+    )
 
 
 def test_help_does_not_load_torch() -> None:

@@ -146,3 +146,9 @@ def test_a_model_of_gf_nn_may_be_an_instance(graph: gf.Graph) -> None:
     instance = gf.nn.build_model(gf.nn.SAGE(hidden=8, layers=2), graph)
     expected = gf.train(graph, model=gf.nn.SAGE(hidden=8, layers=2), seed=0, epochs=2, quiet=True)
     assert gf.train(graph, model=instance, seed=0, epochs=2).logits().equal(expected.logits())
+
+
+def test_lazy_parameters_are_drawn_from_the_seed(graph: gf.Graph) -> None:
+    lazy = GraphSAGE(-1, 8, 2, 10)
+    losses = [gf.train(graph, model=lazy, seed=seed, epochs=1).metrics["train_loss"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]

@@ -24,7 +24,7 @@ def settle_execution(graph: Graph, config: RunConfig, *, for_plan: bool = False)
 
     A plan decides the execution only: it checks every strategy by itself.
     """
-    if config.model.file is None or config.spec.input == "events":
+    if not config.model.is_custom or config.spec.input == "events":
         return config, ""
     with annotate_model_errors(config.model.file):
         validated = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})

@@ -105,7 +105,8 @@ class PygModule(Model):
         if has_lazy_parameters(self.module):
             sample, was_training = random_graph_like(graph), self.module.training
             with torch.no_grad():
-                self.eval()(LocalView.of_graph(sample), {kind: nodes.x for kind, nodes in sample.nodes.items()})
+                tables: Any = {kind: nodes.x for kind, nodes in sample.nodes.items()}
+                self.module.eval()(**plain(self._named_inputs(LocalView.of_graph(sample), tables)))
             self.train(was_training)
 
     def _on_edges(self, x: Any, edge_index: Any, **edge_data: Any) -> RowsByType:

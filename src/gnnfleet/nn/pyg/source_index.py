@@ -109,13 +109,13 @@ class SourceIndex(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """Unwrap indices, also in tuples and lists."""
+    """Unwrap indices, also in tuples, lists and dictionaries."""
     if isinstance(value, SourceIndex):
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(Tensor)
     if isinstance(value, tuple | list):
         return type(value)(plain(element) for element in value)
-    return value
+    return {key: plain(element) for key, element in value.items()} if isinstance(value, dict) else value
 
 
 # Results of these say nothing about the numbering of remote rows: shapes, comparisons of ends, new tensors.
