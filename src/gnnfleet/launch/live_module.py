@@ -30,11 +30,8 @@ _received: list[torch.nn.Module] = []  # a worker keeps its module until it ends
 
 
 @contextmanager
-def share_module(config: RunConfig) -> Iterator[int | None]:
-    """Descriptor of the pickled module of a run, for ``RunSpec.module_fd``; None for other models."""
-    if not config.model.is_live:
-        yield None
-        return
+def share_module(config: RunConfig) -> Iterator[int]:
+    """Descriptor of the pickled module of a run, for ``RunSpec.module_fd``."""
     fd = os.memfd_create("gnnfleet-module", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:

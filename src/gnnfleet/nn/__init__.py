@@ -14,15 +14,8 @@ from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, TGAT, TGN, GATv2
 
 if TYPE_CHECKING:
     from gnnfleet.nn.base import Model
-    from gnnfleet.nn.conv import GATConv as GATConv
-    from gnnfleet.nn.conv import GATv2Conv as GATv2Conv
-    from gnnfleet.nn.conv import GCN2Conv as GCN2Conv
-    from gnnfleet.nn.conv import GCNConv as GCNConv
-    from gnnfleet.nn.conv import GENConv as GENConv
-    from gnnfleet.nn.conv import GINConv as GINConv
-    from gnnfleet.nn.conv import ResPlusBlock as ResPlusBlock
-    from gnnfleet.nn.conv import RGCNConv as RGCNConv
-    from gnnfleet.nn.conv import SAGEConv as SAGEConv
+    from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv
+    from gnnfleet.nn.conv.sage import SAGEConv
     from gnnfleet.nn.embedding import NodeEmbedding
     from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
     from gnnfleet.nn.interop import load_model, load_pyg_state, save_model, to_pyg, to_pyg_state

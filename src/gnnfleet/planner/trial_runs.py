@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -100,7 +101,7 @@ def _corrected(estimate: CostEstimate, timing: TrialTiming | None, ratios: Seque
 
 def launch_trials(graph: Graph, config: RunConfig, trials: Sequence[TrialRun], *, scratch: Path) -> list[TrialTiming]:
     """Run trials one after the other by ``config.workers`` processes of one launch."""
-    with share_module(config) as fd:
+    with share_module(config) if config.model.is_live else nullcontext() as fd:
         timings = launch(
             RunSpec.of(graph, config, scratch, None, trials=[asdict(trial) for trial in trials], module_fd=fd),
             folder=scratch / "launch",

@@ -107,7 +107,8 @@ def _train_on_workers(
         stored = graph if graph.store is not None else save_store(graph, scratch / "store")
         config = choose_clusters(stored, config, quiet=quiet)
         in_process = config.workers == 1 and config.spec.execution != "supervised"
-        module_fd = None if in_process else stack.enter_context(share_module(config))
+        is_shared = config.model.is_live and not in_process
+        module_fd = stack.enter_context(share_module(config)) if is_shared else None
         spec, directory = stack.enter_context(
             prepare_run(stored, config, directory, location=location, quiet=quiet, original=graph)
         )
