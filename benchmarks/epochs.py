@@ -9,7 +9,7 @@ from typing import Any
 Epoch = Callable[[int], float]
 """Runs one epoch and returns its loss."""
 
-HIDDEN = {"sage": 256, "gat": 128}
+HIDDEN = {"sage": 256, "gat": 128, "custom": 64}
 
 
 def load(data: Path) -> Any:
@@ -47,18 +47,44 @@ def gnnfleet_epoch(graph: Any, model: str, precision: str) -> Epoch:
     return lambda epoch: float(next(iter(list(strategy.train_epoch(epoch)))).loss)
 
 
+def module_epoch(graph: Any, factory: str) -> Epoch:
+    """An epoch of the module that ``file.py:factory`` makes, through the local strategy in full batch."""
+    from gnnfleet.config.resolve import resolve
+    from gnnfleet.training.build import build
+
+    strategy = {"name": "local", "order": "cluster"}
+    config = {"model": {"name": factory}, "train": {"weight_decay": 0.0}, "strategy": strategy}
+    local = build(graph, resolve(config)).strategy
+    return lambda epoch: float(next(iter(list(local.train_epoch(epoch)))).loss)
+
+
+def pyg_network(model: str, in_channels: int, out_channels: int) -> Any:
+    """Three layers of torch_geometric: ``sage``, ``gat``, or ``custom``, a SAGE with a message of its own."""
+    import torch
+    import torch_geometric.nn as pyg
+
+    class Custom(pyg.SAGEConv):
+        def message(self, x_j: Any) -> Any:
+            return torch.nn.functional.leaky_relu(x_j)
+
+    class CustomSAGE(pyg.GraphSAGE):
+        def init_conv(self, in_channels: Any, out_channels: int, **settings: Any) -> Any:
+            return Custom(in_channels, out_channels, **settings)
+
+    torch.manual_seed(0)
+    if model == "gat":
+        return pyg.GAT(in_channels, HIDDEN[model], 3, out_channels, heads=4)
+    kind = pyg.GraphSAGE if model == "sage" else CustomSAGE
+    return kind(in_channels, HIDDEN[model], 3, out_channels)
+
+
 def pyg_epoch(graph: Any, model: str, *, csr: bool) -> Epoch:
     """An epoch of torch_geometric on edge_index or on a sparse CSR matrix."""
     import torch
-    import torch_geometric.nn.models as pyg
 
-    torch.manual_seed(0)
     nodes, edges = graph.single_nodes, graph.single_edges
     x, y, rows = nodes.x, nodes.y, nodes.mask("train")
-    if model == "sage":
-        network: Any = pyg.GraphSAGE(x.shape[1], HIDDEN[model], 3, nodes.num_classes)
-    else:
-        network = pyg.GAT(x.shape[1], HIDDEN[model], 3, nodes.num_classes, heads=4)
+    network = pyg_network(model, x.shape[1], nodes.num_classes)
     index = edges.edge_index()
     if csr:
         ones = torch.ones(edges.count)
