@@ -12,7 +12,6 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
-from torch.nn.utils import prune
 from torch_geometric.utils import remove_self_loops
 
 from gnnfleet.comm.world import World
@@ -21,7 +20,7 @@ from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.nn.pyg.native import describe
 from gnnfleet.nn.pyg.source_index import SourceFetcher
 from gnnfleet.ops.draws import DrawKey
-from tests.equivalence.spread import KEY, cut_graph, open_view, plain_graph
+from tests.equivalence.spread import KEY, cut_graph, open_view, plain_graph, related_graph
 from tests.nn.pyg.outcomes import Outcome, assert_equal, build, joined, run_on_view, run_plain
 from tests.nn.pyg.zoo import EDGE_DIM, HIDDEN, IN, OUT, Two, two
 from tests.ranks import RankPool
@@ -123,9 +122,9 @@ def replaced() -> torch.nn.Module:
     return conv
 
 
-def pruned() -> torch.nn.Module:
+def hooked_map() -> torch.nn.Module:
     conv = pyg.SAGEConv(IN, OUT)
-    prune.l1_unstructured(conv.lin_l, "weight", amount=0.5)
+    conv.lin_l.register_forward_hook(lambda module, inputs, out: out * 2)
     return conv
 
 
@@ -134,7 +133,7 @@ OTHERS: dict[str, Make] = {
     "several aggregations": lambda: pyg.SAGEConv(IN, OUT, aggr=["mean", "max"]),
     "hooks": hooked,
     "replaced method": replaced,
-    "pruned weight": pruned,
+    "hooks of a linear map": hooked_map,
     "gat with another fill value": lambda: Two(
         pyg.GATConv(IN, OUT, edge_dim=EDGE_DIM, fill_value=0.5), pyg.SAGEConv(OUT, OUT, aggr="std"), ()
     ),
@@ -199,6 +198,26 @@ def test_convolutions_on_parts_equal_torch_geometric(pool: RankPool, tmp_path: P
     ranks = pool.run(size, on_rank, str(path), names)
     for name in names:
         check(name, joined([rank[name] for rank in ranks]), ranks[0][name]["fetches"], run_plain(ALL[name]))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2, "bias": False}, {"root_weight": False, "aggr": "max"}])
+def test_relational_convolutions_equal_torch_geometric(options: dict[str, Any]) -> None:
+    graph, module = related_graph(), build(lambda: pyg.RGCNConv(4, OUT, 4, **options))
+    indices = [edges.edge_index() for edges in graph.edges.values()]
+    numbers = torch.cat([torch.full((index.shape[1],), number) for number, index in enumerate(indices)])
+    features = graph.single_nodes.x
+    assert features is not None
+    x, other = (features.double().requires_grad_() for _ in range(2))
+    with mock.patch.object(SourceFetcher, "fetch", side_effect=AssertionError("gathered rows by edges")):
+        out = PygModule(module)(LocalView.of_graph(graph), x)
+    assert isinstance(out, Tensor)
+    expected = module(other, torch.cat(indices, 1), numbers)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    grads = [
+        torch.autograd.grad(rows.sin().sum(), [leaf, *module.parameters()])
+        for rows, leaf in ((out, x), (expected, other))
+    ]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
 
 
 def test_the_graph_has_parallel_loops_of_different_weights() -> None:

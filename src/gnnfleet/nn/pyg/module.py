@@ -143,7 +143,8 @@ class PygModule(Model):
         values = {"edge_weight": edges.weight, "edge_attr": edges.attr}
         index = SourceIndex.of(edges)
         index.fetcher.inputs |= {name: None if t is None else t.to(x.dtype) for name, t in values.items()}
-        return {"x": x, "edge_index": index, "edge_type": numbers, **index.fetcher.inputs}
+        index.fetcher.inputs["edge_type"] = numbers
+        return {"x": x, "edge_index": index, **index.fetcher.inputs}
 
 
 def _arguments(module: torch.nn.Module) -> dict[str, bool]:

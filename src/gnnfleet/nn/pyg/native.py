@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView
-from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, SAGEConv
+from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, RGCNConv, SAGEConv
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
 _STEPS = {"forward", "propagate", "message", "aggregate", "update", "message_and_aggregate", "edge_update"}
@@ -54,6 +54,11 @@ def _gen(module: Any) -> dict[str, Any] | None:
     return {"aggr_module": SimpleNamespace(t=softmax.t, is_one=not softmax.learn and softmax.t == 1)}
 
 
+def _rgcn(module: Any) -> dict[str, Any] | None:
+    own = {"in_channels": module.weight.shape[1], "aggr": "sum" if module.aggr == "add" else module.aggr}
+    return {**own, "relations": None} if module.num_blocks is None else None
+
+
 class Peer(NamedTuple):
     layer: type[torch.nn.Module]
     attributes: Callable[[Any], dict[str, Any] | None]  # those that the module lacks; None: options that ours lacks
@@ -68,6 +73,7 @@ _PEERS = {
     "GINConv": Peer(GINConv, lambda _: {}),
     "GCNConv": Peer(GCNConv, _gcn, edge_input="edge_weight"),
     "GCN2Conv": Peer(GCN2Conv, _gcn, edge_input="edge_weight"),
+    "RGCNConv": Peer(RGCNConv, _rgcn, ("sum", "add", "mean", "max"), "edge_type"),
     "GENConv": Peer(_GENConv, _gen, ("softmax",)),
 }
 
@@ -101,8 +107,9 @@ def run_native(
     drops = getattr(module, "dropout", 0.0) and module.training and view.training
     layer = object.__new__(peer.layer)
     layer.__dict__.update(vars(module), **(peer.attributes(module) or {}), mask_id=next_mask() if drops else 0)
-    edge_inputs: Any = {"edge_weight": {"weight": view.weight}, "edge_attr": {"edge_attr": view.attr}}
-    return peer.layer.forward(layer, view, *rows, **(edge_inputs[peer.edge_input] if others else {}))
+    data: Any = {"weight": view.weight} if "edge_weight" in others else {}
+    data |= {"edge_attr": view.attr} if "edge_attr" in others else {}
+    return peer.layer.forward(layer, view, *rows, **data)
 
 
 @cache
@@ -112,7 +119,8 @@ def _signature(kind: Any) -> inspect.Signature:
 
 def find_peer(view: GraphView | None, module: Any) -> Peer | None:
     """Our layer of the same class and options, if nothing of the module is changed or observed from outside."""
-    if view is not None and not len(view.node_types) == len(view.edge_types) == 1:
+    relations = getattr(module, "num_relations", 1)
+    if view is not None and (len(view.node_types), len(view.edge_types)) != (1, relations):
         return None
     peer = _PEERS.get(type(module).__name__)
     if peer is None or not type(module).__module__.startswith("torch_geometric.nn.") or module.aggr not in peer.aggrs:
