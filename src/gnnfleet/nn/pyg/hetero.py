@@ -7,10 +7,10 @@ inputs, for results of convolutions and for mappings by node type, and follows r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +40,8 @@ def takes_mappings(module: torch.nn.Module, arguments: Mapping[str, bool]) -> bo
 def inputs_by_type(view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, Any]:
     """Inputs of a module that takes mappings by node and edge type: {name: mapping, or None where it is empty}."""
     caches: dict[str, FetchCache] = {kind: [] for kind in tables}
+    rows = {kind: table.view_as(table) for kind, table in tables.items()}
+    RowTypes(view).mark_mapping(None, None, rows)
     edges = {tuple(kind): view.edge_list(kind) for kind in view.edge_types}
 
     def edge_data(name: str) -> dict[Any, Tensor] | None:
@@ -47,7 +49,7 @@ def inputs_by_type(view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, A
         return {kind: v.to(tables[kind[0]].dtype) for kind, v in values.items() if v is not None} or None
 
     return {
-        "x": {kind: RowTypes.mark(rows.view_as(rows), kind) for kind, rows in tables.items()},
+        "x": rows,
         "edge_index": {kind: SourceIndex.of(edges[kind], caches[kind[0]]) for kind in edges},
         "edge_weight": edge_data("weight"),
         "edge_attr": edge_data("attr"),
@@ -56,10 +58,6 @@ def inputs_by_type(view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, A
 
 class OutputRows(dict[str, Tensor]):
     """Rows by node type that a module returned."""
-
-    @classmethod
-    def of(cls, out: Mapping[str, Any]) -> OutputRows:
-        return cls({kind: rows for kind, rows in out.items() if isinstance(rows, Tensor)})
 
     def __missing__(self, kind: str) -> Tensor:
         raise ConfigError(f"the module returned no rows of type {kind}: found those of {', '.join(self) or 'no type'}")
@@ -90,11 +88,6 @@ class RowTypes:
         self._counts = {kind: view.for_type(kind).num_src for kind in view.node_types}
 
     @staticmethod
-    def mark(rows: Tensor, kind: str) -> Tensor:
-        rows.__dict__["node_type"] = kind
-        return rows
-
-    @staticmethod
     def type_of(rows: Tensor) -> str:
         kind: str | None = rows.__dict__.get("node_type")
         if kind is None:
@@ -105,47 +98,33 @@ class RowTypes:
         return kind
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Mark the results of a row-wise operation like its operands."""
+        """Mark the results of a row-wise operation like its operands; rows of several types become unknown."""
         name = getattr(func, "__name__", "")
-        if name in _MOVES_ROWS or (name == "__getitem__" and not _keeps_rows(args[1])):
+        at = args[1] if name == "__getitem__" else slice(None)
+        if name in _MOVES_ROWS or not isinstance(at[0] if isinstance(at, tuple) else at, slice):
             return
-        operands = [
-            (len(t), t.__dict__["node_type"]) for t in _tensors((*args, *kwargs.values())) if "node_type" in t.__dict__
-        ]
-        for table in _tensors((out,)) if operands else ():
-            kinds = {kind for count, kind in operands if table.dim() and count == len(table)}
-            if len(kinds) == 1:
-                self.mark(table, kinds.pop())
-            else:
-                table.__dict__.pop("node_type", None)
+        operands = [t for t in _tensors(*args, *kwargs.values()) if "node_type" in t.__dict__]
+        for table in _tensors(out) if operands else ():
+            kinds = {t.__dict__["node_type"] for t in operands if len(t) == len(table)}
+            table.__dict__["node_type"] = kinds.pop() if len(kinds) == 1 else None
 
     def mark_result(self, index: Any, out: Any) -> None:
         """Mark the rows that a convolution computed from the edges of a relation."""
         kind = index.fetcher.edges.edge_type if isinstance(index, SourceIndex) else None
-        if kind is not None and isinstance(out, Tensor):
-            self._mark(out, kind.src if index.sources[-1] else kind.dst)
+        if kind is not None:
+            self.mark_mapping(None, None, {kind.src if index.sources[-1] else kind.dst: out})
 
     def mark_mapping(self, module: Any, inputs: Any, out: Any) -> None:
         """Hook of modules: mark the values of a mapping by node type."""
-        if isinstance(out, Mapping):
-            for kind, rows in out.items():
-                if kind in self._counts and isinstance(rows, Tensor):
-                    self._mark(rows, kind)
-
-    def _mark(self, rows: Tensor, kind: str) -> None:
-        if rows.dim() and len(rows) == self._counts[kind]:
-            self.mark(rows, kind)
+        for kind, rows in out.items() if isinstance(out, Mapping) else ():
+            if isinstance(rows, Tensor) and rows.dim() and len(rows) == self._counts.get(kind):
+                rows.__dict__["node_type"] = kind
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors with rows among values and in the lists and tuples of values."""
+def _tensors(*values: Any) -> list[Tensor]:
+    """Tensors with rows among values and in their lists and tuples."""
     flat = chain.from_iterable(value if isinstance(value, tuple | list) else (value,) for value in values)
-    return [v for v in flat if isinstance(v, Tensor) and not isinstance(v, SourceIndex)]
-
-
-def _keeps_rows(at: Any) -> bool:
-    first = at[0] if isinstance(at, tuple) and at else at
-    return isinstance(first, slice)
+    return [t for t in flat if isinstance(t, Tensor) and not isinstance(t, SourceIndex) and t.dim()]
 
 
 def _join_relations(view: GraphView) -> Callable[..., tuple[SourceIndex, Tensor]]:
@@ -155,24 +134,21 @@ def _join_relations(view: GraphView) -> Callable[..., tuple[SourceIndex, Tensor]
         indices: Mapping[Any, SourceIndex], src_offsets: Mapping[Any, int], dst_offsets: Mapping[str, int],
         edge_attr_dict: Mapping[str, Tensor], num_nodes: int,
     ) -> tuple[SourceIndex, Tensor]:  # fmt: skip
-        relations = {kind: indices[kind] for kind in src_offsets}
-        lists = [index.fetcher.edges for index in relations.values()]
+        lists = [indices[kind].fetcher.edges for kind in src_offsets]
         num_local, num_fetched = [len(edges.source_ids) for edges in lists], [edges.num_fetched for edges in lists]
-        starts = accumulate(num_fetched, initial=0)
         ends, ids, attr = [], [], []
-        for number, (kind, start) in enumerate(zip(relations, starts, strict=False)):
-            index = relations[kind]
-            ends.append(plain(index) + torch.tensor([[start], [dst_offsets[kind[-1]]]]))
-            ids.append(index.edge_ids + number * _RELATION_IDS)
-            attr.append(edge_attr_dict["__".join(kind)].expand(index.shape[1], -1))
+        for number, kind in enumerate(src_offsets):
+            shift = torch.tensor([[sum(num_fetched[:number])], [dst_offsets[kind[-1]]]])
+            ends.append(plain(indices[kind]) + shift)
+            ids.append(indices[kind].edge_ids + number * _RELATION_IDS)
+            attr.append(edge_attr_dict["__".join(kind)].expand(len(ids[-1]), -1))
 
         def exchange(name: str, sizes: list[int], x: Tensor) -> Tensor:
             parts = zip(lists, torch.split(x, sizes), strict=True)
             return torch.cat([getattr(edges, name)(rows) for edges, rows in parts])
 
         source_ids = torch.cat([edges.source_ids for edges in lists])
-        num_dst = sum(dst_offsets.values())
-        joined = EdgeList(torch.cat(ends, 1), torch.cat(ids), source_ids, num_dst, sum(num_fetched))
+        joined = EdgeList(torch.cat(ends, 1), torch.cat(ids), source_ids, sum(dst_offsets.values()), sum(num_fetched))
         if any(edges.has_remote_sources for edges in lists):
             fetch, send_back = partial(exchange, "fetch", num_local), partial(exchange, "send_back", num_fetched)
             joined = replace(joined, fetch=fetch, send_back=send_back)

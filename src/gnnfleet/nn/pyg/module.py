@@ -31,9 +31,7 @@ class PygModule(Model):
         self.module = module
         arguments, name = _arguments(module), type(module).__name__
         self.takes_mappings = takes_mappings(module, arguments)
-        inputs = {argument: argument for argument in arguments}
-        if self.takes_mappings:
-            inputs = {argument: argument.removesuffix("_dict") for argument in arguments}
+        inputs = {name: name.removesuffix("_dict") if self.takes_mappings else name for name in arguments}
         if not {"x", "edge_index"} <= set(inputs.values()):
             raise ConfigError(f"{name}.forward takes {', '.join(arguments)}: expected arguments x and edge_index")
         others = [
@@ -123,19 +121,18 @@ class PygModule(Model):
             if self.separate_layers is not None:
                 return self.separate_layers.run(layer_index, self.module, inputs, carry, view.num_dst)
             out = self.module(**inputs)
-        return (OutputRows.of(out) if isinstance(out, Mapping) else out), None
+        if isinstance(out, Mapping):
+            out = OutputRows({kind: rows for kind, rows in out.items() if isinstance(rows, Tensor)})
+        return out, None
 
     def _named_inputs(self, view: GraphView, tables: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the module's forward."""
         values = inputs_by_type(view, tables) if self.takes_mappings else self._inputs_of_one_type(view, tables)
-        inputs = {
-            argument: values[name] for argument, (name, _) in self._inputs.items() if values.get(name) is not None
-        }
-        for argument, (_, is_required) in self._inputs.items():
-            if is_required and argument not in inputs:
-                name = type(self.module).__name__
-                raise ConfigError(f"{name}.forward needs {argument}, which this graph does not have")
-        return inputs
+        for argument, (name, is_required) in self._inputs.items():
+            if is_required and values.get(name) is None:
+                module = type(self.module).__name__
+                raise ConfigError(f"{module}.forward needs {argument}, which this graph does not have")
+        return {argument: values[name] for argument, (name, _) in self._inputs.items() if values.get(name) is not None}
 
     def _inputs_of_one_type(self, view: GraphView, tables: Mapping[str, Tensor]) -> dict[str, Any]:
         (x,) = tables.values()
