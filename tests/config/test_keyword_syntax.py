@@ -29,6 +29,8 @@ COMMANDS += ("launch/confirmed_model", "report/http", "comm/world", "config/keyw
         ("choose another --split, as 0.6", "choose another split, as 0.6"),
         ("use --workers 1, or --strategy sar|tma", 'use workers=1, or strategy="sar"|"tma"'),
         ("use --set strategy.memory_budget=SIZE or", "use memory_budget=SIZE or"),
+        ("use --set evaluation_memory=SIZE or", "use evaluation_memory=SIZE or"),
+        ("as --set 'strategy.fanouts=[15,10]'", "as fanouts=[15, 10]"),
         ("--memory is the budget", "memory is the budget"),
         ("set model.embedding=64 to", 'set model={"embedding": 64} to'),
         ("set link.exclude=disjoint:0.3 to", 'set **{"link.exclude": "disjoint:0.3"} to'),

@@ -15,7 +15,7 @@ _COMMAND = re.compile(r"(gnnfleet (?:train|plan|join|predict|evaluate|info|parti
 _FLAG = re.compile(
     r"--([a-z-]*[a-z])(?:[ =](?!(?:or|and|is|has|to|if|for|does|allows)\b)((?:[\w{}+…-]|[/.:|](?=\w)|(?<= )/)+))?"
 )
-_SETTING = re.compile(r"(?:--set '?)?\b(\w+\.\w+)(?:=(\[[^]]*\]|(?:[^\s.,;:)'?]|[.:](?=\w))+)'?|(?=(\?)))?")
+_SETTING = re.compile(r"(?:'(?=[\w.]+=))?\b(\w+\.\w+)(?:=(\[[^]]*\]|(?:[^\s.,;:)'?]|[.:](?=\w))+)'?|(?=(\?)))?")
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def keyword_syntax() -> Iterator[None]:
 
 def as_keywords(text: str) -> str:
     """Rewrite flags and settings of the command line as keyword arguments; commands stay as they are."""
-    parts = _COMMAND.split(text.replace("--resume", "resume=True"))
+    parts = _COMMAND.split(text.replace("--resume", "resume=True").replace("--set ", ""))
     parts[::2] = [_FLAG.sub(_flag, _SETTING.sub(_setting, part)) for part in parts[::2]]
     return "".join(parts)
 

@@ -100,6 +100,8 @@ def _sources(names: set[str]) -> Iterator[bytes]:
         name = pending.pop()
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
+        if name == "__main__" and file is None:
+            raise pickle.PicklingError("classes of a notebook have no file")
         if name in seen or file is None or any(folder in file for folder in _INSTALLED):
             continue
         seen.add(name)
