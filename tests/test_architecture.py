@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "session": _SESSION,
     "cli": {*_SESSION, "session"},
     "api": {*_SESSION, "session"},
-    "__init__": {"errors", "graph", "nn", "api"},
+    "fleet": _SESSION,
+    "__init__": {"errors", "graph", "nn", "api", "fleet"},
     "__main__": {"cli"},
 }
 

@@ -10,7 +10,9 @@ Names are looked up on first use, so that the command line can answer ``--help``
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from gnnfleet.errors import PartitionError as PartitionError
     from gnnfleet.errors import RunError as RunError
     from gnnfleet.errors import StoreError as StoreError
+    from gnnfleet.fleet.fleet import Fleet
+    from gnnfleet.fleet.ranks import launch
     from gnnfleet.graph.graph import EdgeType, Graph
     from gnnfleet.graph.ingest.networkx import from_networkx
     from gnnfleet.graph.ingest.npz import read_npz
@@ -37,9 +41,11 @@ if TYPE_CHECKING:
 # Public name → where it lives, for all that is not an error.
 _HOMES = {
     "EdgeType": "gnnfleet.graph.graph.EdgeType",
+    "Fleet": "gnnfleet.fleet.fleet.Fleet",
     "Graph": "gnnfleet.graph.graph.Graph",
     "GraphView": "gnnfleet.graph.views.view.GraphView",
     "NeighborLoader": "gnnfleet.graph.sampling.loader.NeighborLoader",
+    "launch": "gnnfleet.fleet.ranks.launch",
     "from_networkx": "gnnfleet.graph.ingest.networkx.from_networkx",
     "from_pyg": "gnnfleet.graph.ingest.pyg.from_pyg",
     "load_run": "gnnfleet.api.load_run",
@@ -52,9 +58,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "ConfigError", "EdgeType", "ExchangeError", "GnnfleetError", "Graph", "GraphView", "InputError", "NativeError",
-    "NeighborLoader", "PartitionError", "RunError", "StoreError", "from_networkx", "from_pyg", "load_run", "open",
-    "read_npz", "read_ogb", "save", "to_pyg", "train",
+    "ConfigError", "EdgeType", "ExchangeError", "Fleet", "GnnfleetError", "Graph", "GraphView", "InputError",
+    "NativeError", "NeighborLoader", "PartitionError", "RunError", "StoreError", "from_networkx", "from_pyg", "launch",
+    "load_run", "open", "read_npz", "read_ogb", "save", "to_pyg", "train",
 ]  # fmt: skip
 
 
@@ -65,6 +71,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}")
     module, _, own_name = _HOMES.get(name, f"gnnfleet.errors.{name}").rpartition(".")
     return getattr(import_module(module), own_name)
+
+
+class _Package(ModuleType):
+    """Keeps ``launch`` the function: the import of the package gnnfleet.launch would replace it."""
+
+    launch = property(lambda self: __getattr__("launch"), lambda self, package: None)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,7 @@ class Failure:
     ranks: tuple[int, ...]
     found_by: int
     text: str
-    trace: str = ""  # of an exception other than GnnfleetError
+    trace: str = ""  # of an exception other than GnnfleetError, or of one in a user's file
     exit_code: int = ExchangeError.exit_code
     at: float = field(default_factory=time.time)  # for display only: clocks of machines differ
 
@@ -43,7 +43,8 @@ class Failure:
         """The failure that an exception on a rank stands for; a peer may yet turn out to be its cause."""
         if isinstance(error, GnnfleetError):
             kind = FailureKind.lost if isinstance(error, ExchangeError) else FailureKind.raised
-            return cls(kind=kind, ranks=(rank,), found_by=rank, text=str(error), exit_code=error.exit_code)
+            notes = "\n".join(getattr(error, "__notes__", ()))  # the traceback of an error in a user's file
+            return cls(kind=kind, ranks=(rank,), found_by=rank, text=str(error), trace=notes, exit_code=error.exit_code)
         trace = "".join(traceback.format_exception(error))
         text = f"unexpected {type(error).__name__} on {name or f'rank {rank}'}: {error}. This is a defect of gnnfleet."
         return cls(

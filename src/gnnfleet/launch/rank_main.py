@@ -85,6 +85,17 @@ def open_same_store(spec: RunSpec, world: World, *, store: Path | None = None) -
     return graph
 
 
+def report_failure(env: LaunchEnv, failure: Failure, *, print_errors: bool) -> None:
+    """Write the failure to the error file of torchrun, and with ``print_errors`` to standard error."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            failure.write(Path(path))
+    if print_errors:
+        print_note(failure.trace, quiet=not failure.trace)
+        prefix = "" if env.rank in failure.ranks else f"rank {env.rank} exits: "
+        print_note(f"error: {prefix}{failure.text}")
+
+
 def run_rank(
     env: LaunchEnv,
     work: Callable[[World, Rendezvous], object],
@@ -98,16 +109,7 @@ def run_rank(
     """
     if env.agent:
         die_with_parent()
-
-    def report(failure: Failure) -> None:
-        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            with suppress(OSError):
-                failure.write(Path(path))
-        if print_errors:
-            print_note(failure.trace, quiet=not failure.trace)
-            prefix = "" if env.rank in failure.ranks else f"rank {env.rank} exits: "
-            print_note(f"error: {prefix}{failure.text}")
-
+    report = partial(report_failure, env, print_errors=print_errors)
     detectors: list[FailureDetector] = []  # one, once this rank has joined
     end_soon_after_signals(lambda: detectors[0].stopping() if detectors else None)
     try:

@@ -91,7 +91,7 @@ def validate(graph: Graph, config: RunConfig, owned_ids: OwnedIds = None) -> Val
     else:
         output = OutputSchema.of(graph)
         target = output.target
-        graph = graph.with_nodes(target, split=_split(graph.nodes[target], config))
+        graph = graph.with_nodes(target, split=split_codes(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
         run = _validated_nodes(graph, config, output, owned_ids)
     if not len(run.task.items("train")):
@@ -158,7 +158,7 @@ def rebuild(
     if split not in (None, "all"):
         if nodes.split is None and str(config.split).isdigit():
             raise ConfigError("this store has no split: evaluate all of it with --split all")
-        codes = _split(nodes, config)
+        codes = split_codes(nodes, config)
     graph = graph.with_nodes(target, y=unlabelled if nodes.y is None else nodes.y, split=codes)
     return _assemble(_validated_nodes(graph, config, output, context.owned_ids), config, context)
 
@@ -209,7 +209,7 @@ def _embedding_types(config: RunConfig, output: OutputSchema) -> set[str]:
     return {kind for kind, width in output.widths.items() if config.model.embedding or not width}
 
 
-def _split(nodes: Nodes, config: RunConfig) -> torch.Tensor:
+def split_codes(nodes: Nodes, config: RunConfig) -> torch.Tensor:
     """[1, N] split codes of the config's split."""
     if isinstance(config.split, str) and not config.split.isdigit():
         return split_nodes(nodes, parse_rule(config.split), seed=config.seed)

@@ -95,12 +95,12 @@ def _rank_tensors(state: State) -> dict[str, Tensor]:
 
 
 def _put(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(_unshared(tensors), path)
+    save_file(unshared(tensors), path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory: safetensors refuses them, and a model may use a layer twice."""
     separate, addresses = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():

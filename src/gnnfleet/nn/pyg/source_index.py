@@ -18,6 +18,7 @@ from torch.overrides import resolve_name
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.local import SELF_LOOP_IDS
+from gnnfleet.graph.views.view import GraphView
 
 _CACHED_FETCHES = 2
 
@@ -33,6 +34,11 @@ class SourceFetcher:
         self.edges = edges
         self._cache = [] if cache is None else cache
         self.inputs: dict[str, Tensor | None] = {}  # edge_weight and edge_attr of the module
+        self.view: GraphView | None = None  # that a fleet opened, with these edges
+
+    def forget(self) -> None:
+        """Begin another pass: rows that were fetched before belong to its graph."""
+        self._cache.clear()
 
     @property
     def num_local(self) -> int:

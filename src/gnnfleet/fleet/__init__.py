@@ -1,0 +1,1 @@
+"""Your own training loop over ranks: ``gf.Fleet`` and ``gf.launch``."""
