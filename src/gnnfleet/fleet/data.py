@@ -87,15 +87,12 @@ def open_part(source: Any, config: RunConfig, world: World, dtype: torch.dtype) 
             save_store(graph, path)
         graph = open_store(broadcast_json(world, {"path": path})["path"])
     validate_graph(graph)
-    nodes, view, x = graph.single_nodes, *(_open_whole(graph) if world.size == 1 else _open_shard(graph, config, world))
+    nodes = graph.single_nodes
+    view, x = (LocalView.of_graph(graph), nodes.x) if world.size == 1 else _open_shard(graph, config, world)
     has_split = nodes.split is not None or not str(config.split).isdigit()
     split = split_codes(nodes, config)[0][view.node_ids] if has_split else None
     y = None if nodes.y is None else nodes.y[view.node_ids]
     return PartData(view, graph, None if x is None else x.to(dtype), y, dtype, split=split)
-
-
-def _open_whole(graph: Graph) -> tuple[View, Tensor | None]:
-    return LocalView.of_graph(graph), graph.single_nodes.x
 
 
 def _open_shard(graph: Graph, config: RunConfig, world: World) -> tuple[View, Tensor | None]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,9 +152,13 @@ class Fleet:
             return tensors[fields["tensor"]] if is_tensor else {int(k) if k.isdigit() else k: fields[k] for k in fields}
 
         epochs, values, *states = json.loads(tensors["json"].numpy().tobytes(), object_hook=restore)
+        if len(states) != len(objects):
+            raise ConfigError(
+                f"{path} has the state of {len(states)} objects, found {len(objects)}: load the same ones"
+            )
         for target, state_dict in zip(objects, states, strict=True):
             target.load_state_dict(state_dict)
-        for loader, epoch in zip(self._loaders, epochs, strict=True):
+        for loader, epoch in zip(self._loaders, epochs, strict=False):
             loader.epoch = epoch
         self._steps = position.step
         return dict(values)
@@ -185,12 +188,9 @@ class Fleet:
     # -- passes of modules --
 
     def _prepare_module(self, module: torch.nn.Module, *, check: bool) -> None:
-        if check and self._data is not None and not isinstance(module, Model):
-            model = None
-            with suppress(ConfigError):  # it takes other arguments than the check has
-                model = PygModule(module)
-            if model is not None:
-                check_parts(model, self._data.graph)
+        takes = inspect.signature(module.forward).parameters.keys()
+        if check and self._data is not None and {"x", "edge_index"} <= takes:
+            check_parts(PygModule(module), self._data.graph)
         content = safetensors.torch.save(unshared(module.state_dict())) if self.world.is_first else None
         module.load_state_dict(safetensors.torch.load(collectives.broadcast_bytes(self.world, content)))
         self._watch(module.parameters())
@@ -232,24 +232,22 @@ class Fleet:
         for parameter in parameters:
             has_hook = self._parameters.setdefault(parameter, False)
             if self.size > 1 and parameter.requires_grad and not has_hook:
-                # The hook belongs to the parameter, which it must not keep alive.
-                parameter.register_hook(partial(self._prepare_share, weakref.ref(parameter)))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._begin_share, parameter))  # type: ignore[no-untyped-call]
                 self._parameters[parameter] = True
 
-    def _prepare_share(self, reference: weakref.ref[torch.nn.Parameter], share: Tensor) -> Tensor:
-        """Scale what autograd is about to add to a gradient. If that one is a sum, rank 0 alone keeps it."""
-        parameter = reference()
-        if parameter is not None and parameter in self._summed:
-            self._keep_on_first(parameter, self._summed.pop(parameter))
+    def _begin_share(self, parameter: torch.nn.Parameter, share: Tensor) -> Tensor:
+        """Scale what autograd is about to add to a gradient."""
+        self._leave_to_first(parameter, self._summed.pop(parameter, None))
         return share * self._scale
 
-    def _keep_on_first(self, parameter: torch.nn.Parameter, total: Tensor) -> None:
-        if parameter.grad is total and not self.world.is_first:
+    def _leave_to_first(self, parameter: torch.nn.Parameter, total: Tensor | None) -> None:
+        """If a gradient is a sum, rank 0 alone keeps it: sums and shares are summed together."""
+        if total is not None and parameter.grad is total and not self.world.is_first:
             parameter.grad = None
 
     def _sum_gradients(self) -> None:
         for parameter, total in self._summed.items():
-            self._keep_on_first(parameter, total)
+            self._leave_to_first(parameter, total)
         collectives.sum_gradients(self.world, self._parameters)
         self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
 
