@@ -59,8 +59,8 @@ class PartData:
         self.edge_index = SourceIndex.of(edges)  # [2, E]
         self.edge_index.fetcher.view = self.view
         self.edge_weight = None if edges.weight is None else edges.weight.to(self.dtype)
-        self.edge_index.fetcher.weight = self.edge_weight
         self.edge_attr = None if edges.attr is None else edges.attr.to(self.dtype)
+        self.edge_index.fetcher.inputs |= {"edge_weight": self.edge_weight, "edge_attr": self.edge_attr}
         self.n_id = self.view.node_ids  # [N] store ids
         self.num_nodes, self.num_classes = len(self.n_id), self.graph.single_nodes.num_classes
         self.num_features = 0 if self.x is None else int(self.x.shape[1])
