@@ -14,7 +14,7 @@ import gnnfleet as gf
 from gnnfleet.graph.datasets import make_dataset
 
 
-def main() -> None:
+def main() -> float:
     fleet = gf.Fleet()
     data = fleet.open(make_dataset("communities", nodes=2000, seed=0), partition="random")
     torch.manual_seed(0)
@@ -36,7 +36,8 @@ def main() -> None:
             print(f"epoch {epoch}: loss {loss:.4f}, test {test:.4f}")
     fleet.save("model", model, optimizer, epoch=10)
     fleet.predict(model, data, "predictions.parquet")
+    return loss.item()
 
 
 if __name__ == "__main__":
-    main() if "RANK" in os.environ else gf.launch(main, workers=2)
+    print(f"final loss {main() if 'RANK' in os.environ else gf.launch(main, workers=2):.4f}")

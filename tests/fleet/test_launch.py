@@ -56,7 +56,7 @@ def test_the_example_under_torchrun_has_the_losses_of_one_process(tmp_path: Path
             [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=folder, timeout=240
         )
         assert done.returncode == 0, done.stderr
-        outputs.append([float(value) for value in re.findall(r"loss ([0-9.]+)", done.stdout)])
+        outputs.append([float(value) for value in re.findall(r": loss ([0-9.]+)", done.stdout)])
     assert len(outputs[0]) == 10 and outputs[1] == pytest.approx(outputs[0], abs=2e-4)
     assert (tmp_path / "1/predictions.parquet").is_file() and (tmp_path / "1/model").is_dir()
 
