@@ -35,7 +35,7 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.inference.predict import check_output, class_names, write_table
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.pyg.module import PygModule
-from gnnfleet.nn.pyg.rules import is_norm_over_all_nodes, pass_over
+from gnnfleet.nn.pyg.rules import pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import peak_rss
@@ -207,7 +207,7 @@ class Fleet:
             return None
         if self.size > 1 and module.training and isinstance(fetcher.view, LocalView):
             for name, child in module.named_modules():
-                if is_norm_over_all_nodes(child) or isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+                if reads_all_nodes(child) or isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
                     raise ConfigError(
                         f"{name} ({type(child).__name__}) reads all rows of a batch, and a worker has a part of them: "
                         "use a norm of single nodes, as torch.nn.LayerNorm, or full batch"
