@@ -152,7 +152,7 @@ def record_trace(world: Any, graph: str, store: Path, parts: Path) -> dict[str, 
         for share in (0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4):
             capacity = int(share * remote)
             figures = {"together": group_size, "share": share, "held": round((largest + capacity) / remote, 3)}
-            for policy in ("static", "score", "belady"):
+            for policy in ("score", "belady"):
                 cache = make_cache(policy, capacity, warmup=single[:8])
                 requested = hits = 0
                 for index, ids in enumerate(groups):

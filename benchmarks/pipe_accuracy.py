@@ -41,10 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gnnpipe+warm": {**GNNPIPE, "warmup_history": True},
     "double": {"exactness_check_every": 0},
     "stale": {"gradient": "stale", "exactness_check_every": 0},
-    "control-variate": {"gradient": "control_variate", "exactness_check_every": 0},
     "double-history": {"refresh": 1, "exactness_check_every": 0},
     "stale-history": {"gradient": "stale", "refresh": 1, "exactness_check_every": 0},
-    "control-variate-history": {"gradient": "control_variate", "refresh": 1, "exactness_check_every": 0},
     "pipe-16-chunks": {"chunks": 16},
     "pipe-32-chunks": {"chunks": 32},
 }

@@ -134,7 +134,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"batches_per_fetch": "auto", "buffer": 20_000},
     {"batches_per_fetch": 2, "prefetch": 1},
     {"batches_per_fetch": 2, "features_in_memory": False},
-    {"batches_per_fetch": 1, "cache": 300, "policy": "static"},
+    {"batches_per_fetch": 1, "cache": 300, "policy": "score"},
     {"batches_per_fetch": 2, "cache": 500, "policy": "score"},
     {"batches_per_fetch": 2, "cache": 500, "policy": "belady"},
     {"batches_per_fetch": 1, "cache": 100_000, "policy": "belady", "cache_lookahead": 3, "prefetch": 2},
@@ -406,7 +406,7 @@ def with_hosts(world: World, hosts: list[list[int]]) -> World:
 def train_with_host_cache(world: World, store: str, parts: str, hosts: list[list[int]], name: str) -> list[Any]:
     world = with_hosts(world, hosts)
     context, outcomes = rank_context(world, parts), []
-    for cache, policy in ((0, "belady"), (1500, "belady"), (1500, "score"), (10**6, "static")):
+    for cache, policy in ((0, "belady"), (1500, "belady"), (1500, "score"), (10**6, "score")):
         options = {"batches_per_fetch": 2, "cache": cache, "policy": policy, "cache_lookahead": 1}
         config = resolve(run_settings(GRAPHS[name][1][0], name="macrobatch", **options))
         strategy: Any = build(open_store(store), config, context=context).strategy

@@ -178,9 +178,9 @@ def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme
 
 OPTIONS: list[dict[str, Any]] = [
     {"scheme": "random"},
-    {"scheme": "super", "weighting": "edges", "optimizer": "average", "momentum": 0.5},
+    {"scheme": "super", "weighting": "edges", "optimizer": "average"},
     {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
-    {"scheme": "super", "combine": "soft_medoid", "repartition_every": 2},
+    {"scheme": "super", "repartition_every": 2},
 ]
 
 
@@ -199,7 +199,7 @@ def test_rounds_of_fixed_steps_give_the_same_bits_every_time(stores: dict[str, P
 @pytest.mark.parametrize(
     ("options", "model"),
     [
-        ({"momentum": 0.3}, {"embedding": 3}),
+        ({}, {"embedding": 3}),
         ({"scheme": "llcg", "correction": 3, "optimizer": "average"}, {}),
         ({"repartition_every": 2, "weighting": "edges"}, {"embedding": 3}),
     ],
@@ -338,7 +338,7 @@ def split_of(graph: Graph, count: int) -> Graph:
 ODD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("few", {}, {}),
     ("few", {"full": True, "batch": 0}, {}),
-    ("few", {"scheme": "random", "momentum": 0.9}, {"model": {"norm": "batch"}}),
+    ("few", {"scheme": "random"}, {"model": {"norm": "batch"}}),
     ("typed", {"scheme": "random"}, {"model": {"name": "rgcn", "embedding": 3}}),
     ("linked", {"scheme": "llcg", "batch": 20}, {"task": "link", "model": {"embedding": 3}}),
     ("linked", {"remote_negatives": 3, "batch": 20}, {"task": "link", "link": {"exclude": "disjoint:0.01"}}),

@@ -94,7 +94,7 @@ def settings_of(strategy: str, workers: int) -> dict[str, Any]:
             "graph_parallel": 1,
             "chunks": 2 * workers,
             "refresh": 3,
-            "gradient": "control_variate",
+            "gradient": "stale",
         }
         settings["model"] |= {"layers": max(3, workers)}
     if strategy == "temporal":

@@ -33,7 +33,7 @@ SAR: dict[str, Any] = {
 }
 PIPE: dict[str, Any] = {
     **SAR,
-    "strategy": {"name": "pipe", "graph_parallel": 1, "chunks": 6, "refresh": 3, "gradient": "control_variate"},
+    "strategy": {"name": "pipe", "graph_parallel": 1, "chunks": 6, "refresh": 3, "gradient": "stale"},
     "model": {"hidden": 32, "layers": 3},
     "train": {**SAR["train"], "epochs": 15},
 }

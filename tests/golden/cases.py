@@ -129,13 +129,13 @@ CASES: tuple[Case, ...] = (
     _pipe("exact", 2, ways=2, chunks=2),
     _pipe("history", 2, ways=1, chunks=4, guard=2),
     _pipe("stale", 2, ways=1, chunks=4, gradient="stale", warm="false", wire="bf16", refresh=2, shuffle="false"),
-    _pipe("control", 1, ways=1, chunks=4, gradient="control_variate", guard=0, train__epochs=4),
+    _pipe("alone", 1, ways=1, chunks=4, gradient="stale", guard=0, train__epochs=4),
     # macrobatch
     _macrobatch("plain"),
     _without_shared_memory("apart"),
     _without_shared_memory("belady", "gcn", cache=4000, window=2, together=1),
     _without_shared_memory("score", cache=4000, policy="score", resident="false"),
-    _without_shared_memory("static", "gat", cache=4000, policy="static", prefetch=1),
+    _without_shared_memory("score-gat", "gat", cache=4000, policy="score", prefetch=1),
     _macrobatch("columns", "sage", split="columns"),
     _macrobatch("link", "sage", **LINKS, batch=400),
     Case(
@@ -147,8 +147,8 @@ CASES: tuple[Case, ...] = (
     ),
     # tma: rounds by steps instead of the clock
     _tma("random", scheme="random"),
-    _tma("super", scheme="super", clusters=20, redeal=2, combine="soft_medoid"),
-    _tma("psgd-pa", scheme="psgd-pa", weighting="edges", optimizer="average", momentum=0.5),
+    _tma("super", scheme="super", clusters=20, redeal=2),
+    _tma("psgd-pa", scheme="psgd-pa", weighting="edges", optimizer="average"),
     _tma("llcg", scheme="llcg", full="true", correction=2, optimizer="reset"),
     _tma("ggs", scheme="ggs"),
     _tma("link", scheme="random", **LINKS, remote=20),

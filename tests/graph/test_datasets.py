@@ -259,7 +259,7 @@ def test_events_taste_follows_the_users_topic():
     ("name", "settings", "message"),
     [
         ("comunities", {}, "no dataset 'comunities': did you mean 'communities'"),
-        ("xyz", {}, "choose one of communities, rmat, shop, events, debian"),
+        ("xyz", {}, "choose one of communities, rmat, shop, events"),
         ("communities", {"node": 5}, "communities has no parameter 'node': did you mean 'nodes'"),
         ("communities", {"qqqq": 5}, "choose one of seed, train"),
         ("communities", {"nodes": "many"}, "communities: nodes: input should be a valid integer.*found 'many'"),

@@ -164,28 +164,6 @@ def test_an_option_of_another_policy_is_refused() -> None:
         make_cache("belady", 3, delta=2)
 
 
-# ---- static ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(warmup=sets, capacity=st.integers(0, 8))
-def test_static_caches_the_most_requested_rows(warmup: list[set[int]], capacity: int) -> None:
-    counts = Counter(row for rows in warmup for row in rows)
-    expected = sorted(counts, key=lambda row: (-counts[row], row))[:capacity]
-    everything = set(range(10))
-    replay = Replay(make_cache("static", capacity, warmup=tensors(warmup)), tensors([everything, everything]))
-    first, second = replay
-    assert replay.cached_ids == set(expected) and replay.hits == len(expected)
-    assert len(first.admitted) == len(expected) and not len(second.admitted)
-
-
-def test_static_reserves_slots_and_never_evicts() -> None:
-    replay = Replay(
-        make_cache("static", 2, warmup=[ids(3, 7), ids(7)]), tensors([{3, 5}, {5}, *[{5, 6}] * 40, {3, 7}, {7}])
-    ).run()
-    assert replay.cached_ids == {3, 7} and replay.hits == 2
-
-
 # ---- score -----------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +300,7 @@ def test_belady_has_more_hits_than_the_others(seed: int, capacity: int) -> None:
         return Replay(make_cache(policy, capacity, warmup=warmup, **options), trace, window=window).run().hits
 
     best = hits("belady", WHOLE_TRACE)
-    assert 0 < max(hits("static"), hits("score"), hits("score", delta=4), hits("belady")) < best
+    assert 0 < max(hits("score"), hits("score", delta=4), hits("belady")) < best
     assert hits("belady", 2) <= best
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gnnfleet.comm.message_store import MessageStore
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
-from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
+from gnnfleet.strategies.tma.averaging import FlatLayout
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, TrainerState, format_trainers
 from gnnfleet.strategies.tma.protocol import RoundStart, RunMessages, RunState, TrainerUpdate
@@ -44,7 +44,6 @@ def start(messages: RunMessages) -> Iterator[Starter]:
             "weights": torch.zeros(2, dtype=torch.float64),
             "first": 0,
             "assignment": NodeAssignment(NODES, None),
-            "outer": OuterOptimizer(0.0),
         }
         coordinator = Coordinator(
             config=config, messages=messages.reconnect(), last=last, **{**standard, **fields}
@@ -265,7 +264,7 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
     messages.write_round_start(RoundStart(RunState(2, 0), sign(0, 0), None, None, 0, (0, 1)))
     coordinator = Coordinator(
         config=TmaConfig(steps=1, give_up=20), trainers=2, messages=messages.reconnect(), layout=LAYOUT,
-        weights=sign(1, 0), first=2, last=4, assignment=NodeAssignment(NODES, None), outer=OuterOptimizer(0.0),
+        weights=sign(1, 0), first=2, last=4, assignment=NodeAssignment(NODES, None),
     ).start()  # fmt: skip
     wait_until(lambda: messages.read_state() == RunState(3, 2), 10, "first weights")
     for i in range(2):

@@ -1,4 +1,4 @@
-"""Option names of version 0.1.0. They are refused with the name that replaced them, never accepted."""
+"""Options of version 0.1.0. They are refused, with the name that replaced them or the reason why they are gone."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
     ("tma", "on_trainer_loss"): {"redeal": "reassign", "leave": "drop"}
 }
 """{(strategy, option): {value in 0.1.0: value today}}."""
+
+REMOVED: dict[tuple[str, str], str] = {
+    ("tma", "combine"): "trainers are averaged by strategy.weighting",
+    ("tma", "temperature"): "it belonged to strategy.combine=soft_medoid",
+    ("tma", "momentum"): "no run gained from momentum of the average; train.momentum is that of sgd",
+}
+"""{(strategy, option of 0.1.0): the reason why it is gone}."""
+
+REMOVED_VALUES: dict[tuple[str, str, str], str] = {
+    ("pipe", "gradient", "control_variate"): "it was less accurate than double in every run",
+    ("macrobatch", "policy", "static"): "score and belady had more hits in every trace",
+}
+"""{(strategy, option, value of 0.1.0): the reason why it is gone}."""

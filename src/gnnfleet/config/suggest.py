@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gnnfleet.config.renamed import RENAMED, RENAMED_VALUES
+from gnnfleet.config.renamed import REMOVED, REMOVED_VALUES, RENAMED, RENAMED_VALUES
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.strategies.registry import all_specs
 from gnnfleet.strategies.spec import StrategySpec
@@ -39,9 +39,11 @@ def explain(error: ValidationError, spec: StrategySpec[Any], prefix: str = "") -
     key = prefix + ".".join(path)
     if first["type"] == "extra_forbidden":
         return f"no setting {key!r}: {suggest_setting(key, spec)}"
-    new_values = RENAMED_VALUES.get((spec.name, key.removeprefix("strategy.")), {})
-    if value := new_values.get(str(first["input"])):
-        return f"{key}={first['input']} is called {key}={value} since version 0.2"
+    option, old = (spec.name, key.removeprefix("strategy.")), str(first["input"])
+    if value := RENAMED_VALUES.get(option, {}).get(old):
+        return f"{key}={old} is called {key}={value} since version 0.2"
+    if reason := REMOVED_VALUES.get((*option, old)):
+        return f"{key}={old} was removed in version 0.2: {reason}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     messages = dict.fromkeys(other["msg"].lower() for other in error.errors() if _error_path(other) == path)
@@ -68,6 +70,8 @@ def suggest_setting(key: str, spec: StrategySpec[Any]) -> str:
         return UNSUPPORTED[option]
     if group == "strategy" and (name := RENAMED.get(spec.name, {}).get(option)):
         return f"it is called strategy.{name} since version 0.2"
+    if group == "strategy" and (reason := REMOVED.get((spec.name, option))):
+        return f"it was removed in version 0.2: {reason}"
     names = _setting_names(spec)
     same = [name for name in names if name.rpartition(".")[2] == option]
     if same:

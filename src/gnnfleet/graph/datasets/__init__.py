@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from gnnfleet.errors import ConfigError, suggest
 from gnnfleet.graph.datasets.base import DatasetConfig, explain
 from gnnfleet.graph.datasets.communities import CommunitiesConfig, make_communities
-from gnnfleet.graph.datasets.debian import DebianConfig, make_debian
 from gnnfleet.graph.datasets.events import EventsConfig, make_events
 from gnnfleet.graph.datasets.rmat import RmatConfig, make_rmat
 from gnnfleet.graph.datasets.shop import ShopConfig, make_shop
@@ -58,7 +57,6 @@ DATASETS: dict[str, Dataset] = {
         ),
         Dataset("shop", "users, products and brands: six edge types, string ids", ShopConfig, make_shop),
         Dataset("events", "timed events between users and items: repeats and drift", EventsConfig, make_events),
-        Dataset("debian", "packages in the lists of this Debian machine: a real graph", DebianConfig, make_debian),
     )
 }
 

@@ -6,9 +6,8 @@ reverse order: chunks that read a fresh row come before the chunk of that row. E
 gradient yet; the gradient rule says what counts instead. For an edge between chunks, with the gradient g of this pass
 and o of the previous pass:
 
-    double           fresh 2 g       historical 0     the mean over random orders is g, for one hop
-    stale            fresh g         historical o
-    control_variate  fresh 2 g − o   historical o     the mean is g, for one hop, with less variance
+    double   fresh 2 g   historical 0     the mean over random orders is g, for one hop
+    stale    fresh g     historical o
 
 Edges within a chunk count once, with g, and so do edges between chunks of different partitions in the same slot.
 Backward undoes the writes of forward chunk by chunk, so that a chunk reads the same rows in both. After the pass the
@@ -32,7 +31,7 @@ from gnnfleet.sharded.full_batch.grad_exchange import add_rows
 from gnnfleet.sharded.pipeline.chunked_partition import LOCAL, REMOTE, Chunk, ChunkedPartition, ChunkExchangePlan
 from gnnfleet.sharded.pipeline.stage_halo import Rows, StageHalo
 
-GradientRule = Literal["double", "stale", "control_variate"]
+GradientRule = Literal["double", "stale"]
 
 HistoryKey = tuple[int, int, int]
 """Layer, number of the verb in it, number of the table of the verb."""
@@ -58,40 +57,28 @@ class _DestinationGrads:
     rule: GradientRule
     linear: int  # sources' gradients are proportional to the columns from here on
     current: Tensor  # corrected by the rule
-    # Of the previous pass, with the sign they count with. It is ``current`` if sources' gradients are proportional to
-    # all columns: then both can be added up.
+    # Of the previous pass. It is ``current`` if sources' gradients are proportional to all columns: then both can be
+    # added up.
     previous: Tensor | None
     latest: Tensor | None  # of this pass, not corrected
 
-    def previous_rows(self, rows: Rows) -> Tensor | None:
-        return None if self.previous is None else self.previous[rows].clone()
-
-    def set_same_slot(self, rows: Rows, grads: Tensor) -> Tensor | None:
-        """Set halo rows of this slot, which count once and without the previous pass; returns their previous rows."""
-        old = self.previous_rows(rows)
+    def set_same_slot(self, rows: Rows, grads: Tensor) -> None:
+        """Set halo rows of this slot, which count once and without the previous pass."""
         if self.previous is not None:
             self.previous[rows, self.linear :] = 0
         self.current[rows] = grads
-        return old
 
-    def set_corrected(self, rows: Rows, grads: Tensor, old: Tensor | None) -> None:
-        """Set rows of a slot that is finished; ``old`` are their previous rows."""
-        first, is_shared = self.linear, self.previous is self.current
-        self.current[rows] = grads
-        self.current[rows, first:] = _corrected(
-            self.rule, grads[:, first:], old[:, first:] if is_shared and old is not None else None
-        )
+    def set_corrected(self, rows: Rows, grads: Tensor) -> None:
+        """Set rows of a slot that is finished."""
+        self.set_same_slot(rows, grads)
+        self.current[rows, self.linear :] = _corrected(self.rule, grads[:, self.linear :])
         if self.latest is not None:
             self.latest[rows] = grads
-        if not is_shared and self.previous is not None and old is not None:
-            self.previous[rows, first:] = -old[:, first:] if self.rule == "control_variate" else 0.0
 
 
-def _corrected(rule: GradientRule, grads: Tensor, previous: Tensor | None) -> Tensor:
+def _corrected(rule: GradientRule, grads: Tensor) -> Tensor:
     """Gradients of edges that read fresh rows."""
-    if rule == "stale":
-        return grads
-    return 2 * grads if rule == "double" or previous is None else torch.sub(2 * grads, previous)
+    return 2 * grads if rule == "double" else grads
 
 
 @dataclass(eq=False)
@@ -209,9 +196,7 @@ class HistoryStore:
         rows, slots = self._remote_slots(chunk)
         same, earlier = slots == slot, slots < slot
         add_rows(table, rows[same], grads[same])
-        previous = self.remote_grads.get((key, chunk.number))
-        corrected = _corrected(self.rule, grads[earlier], None if previous is None else previous[earlier])
-        add_rows(table, rows[earlier], corrected)
+        add_rows(table, rows[earlier], _corrected(self.rule, grads[earlier]))
         if self._keeps_grads and chunk.number >= 0:
             self._pass.remote_grads[key, chunk.number] = grads.clone()
 
@@ -325,19 +310,17 @@ class ChunkExchange:
             history.begin_destination_grads(self._key(index), table, is_shared=is_shared)
             for index, table in enumerate(tables)
         ]
-        finished = []
         for rows, values in received:
-            old = [table.set_same_slot(rows, value) for table, value in zip(grads, values, strict=True)]
-            finished.append((rows, values, old))
+            for table, value in zip(grads, values, strict=True):
+                table.set_same_slot(rows, value)
         if chunk.reads_remote("out"):
             on_rows(REMOTE, self._remote("out", [table.current for table in grads]))
             previous = [table.previous for table in grads if table.previous is not None]
             if not is_shared and len(previous) == len(grads):
                 on_rows(REMOTE, self._remote("out", previous))
-        finished.append((chunk.span, own_rows, [table.previous_rows(chunk.span) for table in grads]))
-        for rows, values, old in finished:
-            for table, value, old_rows in zip(grads, values, old, strict=True):
-                table.set_corrected(rows, value, old_rows)
+        for rows, values in [*received, (chunk.span, own_rows)]:
+            for table, value in zip(grads, values, strict=True):
+                table.set_corrected(rows, value)
 
     def _backward_by_destination(
         self, tables: Sequence[RowTable], on_rows: OnRows, returns: Sequence[ReturnPath], op: str

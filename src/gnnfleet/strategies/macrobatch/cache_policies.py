@@ -45,26 +45,8 @@ def make_cache(policy: CachePolicy, capacity: int, *, warmup: Sequence[Tensor] =
     """
     if policy == "belady":
         return BeladyCache(capacity, **parameters)
-    if policy == "score":
-        return ScoreCache(capacity, warmup, **parameters)
-    assert policy == "static", policy
-    return StaticCache(capacity, warmup, **parameters)
-
-
-class StaticCache:
-    """Caches the ids that ``warmup`` requests most often, the lower first among equals; each enters when first fetched.
-
-    None is ever evicted. Slots beyond the number of distinct ids in ``warmup`` stay empty.
-    """
-
-    def __init__(self, capacity: int, warmup: Sequence[Tensor]) -> None:
-        self.capacity = capacity
-        self._index = _CacheIndex(capacity, warmup)
-
-    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        slots = self._index.find(requested)
-        target_slots = self._index.fill(slots)
-        return CacheDecision(torch.where(target_slots < 0, slots, -1), *_admissions(target_slots))
+    assert policy == "score", policy
+    return ScoreCache(capacity, warmup, **parameters)
 
 
 class ScoreCache:
@@ -73,8 +55,8 @@ class ScoreCache:
     A row's score fades by ``alpha`` in each step without use; an id outside counts its misses. In every ``delta``-th
     step, rows that were idle in ``delta`` steps since they entered are evicted, lowest score first, for the missed ids
     of highest count. An admitted id's count becomes its score, an evicted id's score its count. Empty slots are filled
-    in any step. Like static it starts from ``warmup``: an id has its slot from the start, its row enters when first
-    fetched.
+    in any step. The ids that ``warmup`` requests most often have slots from the start, the lower first among equals;
+    their rows enter when first fetched.
 
     Unlike the original: idle steps are counted, not read off the score, so that neither a small alpha nor a high first
     score keeps a row for ever; an admitted id is one of those missed in this very step, so that it needs no fetch of
@@ -110,7 +92,8 @@ class ScoreCache:
         self._index.put(requested[admitted], free)
         self._reset(free, counts[most_missed])
         target_slots[admitted] = free
-        return CacheDecision(slots, *_admissions(target_slots))
+        entered = (target_slots >= 0).nonzero()[:, 0]
+        return CacheDecision(slots, entered, target_slots[entered])
 
     def _age(self, used: Tensor) -> None:
         idle = torch.ones(self.capacity, dtype=torch.bool)
@@ -234,12 +217,6 @@ class _CacheIndex:
         used = (self.held >= 0).nonzero()[:, 0]
         self.ids, order = self.held[used].sort()
         self.slots = used[order]
-
-
-def _admissions(target_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """(positions that have a target slot, these slots)."""
-    admitted = (target_slots >= 0).nonzero()[:, 0]
-    return admitted, target_slots[admitted]
 
 
 def _next_uses(ids: Tensor, future: Sequence[Tensor], *, enough: int) -> Tensor:

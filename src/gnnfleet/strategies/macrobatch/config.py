@@ -10,7 +10,7 @@ from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, AutoSwitch, FanoutOption
 from gnnfleet.units import OptionalSize, parse_size
 
-CachePolicy = Literal["static", "score", "belady"]
+CachePolicy = Literal["score", "belady"]
 
 ByteSize = Annotated[int, BeforeValidator(lambda size: 0 if size in (0, "0") else parse_size(size))]
 
@@ -45,8 +45,7 @@ class MacrobatchConfig(StrategyConfig, frozen=True, extra="forbid"):
     split: Literal["nodes", "columns"] = "nodes"
     # Bytes per worker for caching rows of other hosts; 0 for none. Results are the same.
     cache: ByteSize = 0
-    # Rows to cache: those used most often (static), by MassiveGNN's scores (score), those needed next (belady).
-    policy: CachePolicy = "belady"
+    policy: CachePolicy = "belady"  # rows to cache: by MassiveGNN's scores (score), those needed next (belady)
     cache_lookahead: int = Field(default=2, ge=0)  # macrobatches sampled ahead, for belady
 
     @property

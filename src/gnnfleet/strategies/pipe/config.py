@@ -33,8 +33,8 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     shuffle: bool = True  # a new order of chunks in every epoch
     refresh: int = Field(default=10, ge=1)  # epochs between updates of the history
     # Gradients of historical rows: none, and those of fresh rows count twice (double, as in GNNPipe); those of the
-    # previous epoch (stale); those of the previous epoch as a control variate.
-    gradient: Literal["double", "stale", "control_variate"] = "double"
+    # previous epoch (stale).
+    gradient: Literal["double", "stale"] = "double"
     warmup_history: bool = True  # begin with a history from one exact pass instead of zeros
     # Epochs until gradients are first compared with exact ones; the interval doubles while they agree. 0: never.
     exactness_check_every: int = Field(default=5, ge=0)

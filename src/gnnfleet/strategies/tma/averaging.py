@@ -76,32 +76,3 @@ def weighted_mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     for row, weight in zip(rows[1:], weights[1:], strict=True):
         mean += row * (weight / total)
     return mean
-
-
-def medoid_weights(rows: Sequence[Tensor], weights: Sequence[float], temperature: float) -> list[float]:
-    """Reduce the weights of rows far from the others, by exp(−d / T). d is the sum of a row's distances to all rows.
-
-    T is ``temperature`` times the mean of d.
-    """
-    distances = [float(sum(torch.linalg.vector_norm((row - other).double()) for other in rows)) for row in rows]
-    mean = sum(distances) / len(distances)
-    if not mean:
-        return list(weights)
-    factors = torch.softmax(-torch.tensor(distances, dtype=torch.float64) / (temperature * mean), 0)
-    return [weight * float(factor) for weight, factor in zip(weights, factors, strict=True)]
-
-
-@dataclass
-class OuterOptimizer:
-    """Turns averages into the next weights, perhaps with momentum from round to round."""
-
-    momentum: float
-    velocity: Tensor | None = None
-
-    def step(self, before: Tensor, mean: Tensor, num_learned: int) -> Tensor:
-        """The next weights. The first ``num_learned`` have momentum; ``velocity`` is replaced, not written to."""
-        if not self.momentum:
-            return mean
-        change = mean[:num_learned] - before[:num_learned]
-        self.velocity = change if self.velocity is None else self.momentum * self.velocity + change
-        return torch.cat([before[:num_learned] + self.velocity, mean[num_learned:]])

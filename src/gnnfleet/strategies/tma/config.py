@@ -41,9 +41,6 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     weighting: Literal["uniform", "edges", "steps"] = "uniform"  # of trainers in the average
     # Optimizer state after a round: every trainer keeps its own (local), all get the average, or it starts anew.
     optimizer: Literal["local", "average", "reset"] = "local"
-    combine: Literal["mean", "soft_medoid"] = "mean"  # soft_medoid: trainers far from the others count less
-    temperature: float = Field(default=1.0, gt=0)  # of soft_medoid, in units of the mean distance
-    momentum: float = Field(default=0.0, ge=0, lt=1)  # of the averaged weights, from round to round
     correction: int | None = Field(default=None, ge=0)  # steps on the whole graph after each round; llcg: 2
     correction_lr: float = Field(default=0.0, ge=0)  # 0: train.lr
     # Nodes of all partitions sent with each round, as additional negatives for links.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ExchangeError
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
-from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer, medoid_weights, weighted_mean
+from gnnfleet.strategies.tma.averaging import FlatLayout, weighted_mean
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import (
     HEARTBEAT_SECONDS,
@@ -77,7 +77,6 @@ class ModelSnapshot:
 
     round: int
     weights: Tensor
-    velocity: Tensor | None
     rows: Mapping[str, Tensor]  # all embedding rows, by parameter name
     correction: Mapping[str, Tensor]  # state of the correction's optimizer
     optimizer: Tensor | None  # average of the trainers' optimizer state
@@ -125,7 +124,6 @@ class Coordinator:
     first: int
     last: int
     assignment: NodeAssignment
-    outer: OuterOptimizer
     optimizer: Tensor | None = None
     tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
     correction: Correction | None = None
@@ -254,7 +252,6 @@ class Coordinator:
         snapshot = ModelSnapshot(
             round=state.round,
             weights=self.weights,
-            velocity=self.outer.velocity,
             rows={name: table.rows.clone() for name, table in self.tables.items()},
             correction={} if self.correction is None else self.correction.memory(),
             optimizer=self.optimizer,
@@ -272,22 +269,19 @@ class Coordinator:
                 del updates[i]
 
     def _average(self, updates: Sequence[TrainerUpdate]) -> None:
-        config = self.config
         rows = [update.weights for update in updates]
         shares = {
             "uniform": [1.0] * len(updates),
             "edges": [float(update.edges) for update in updates],
             "steps": [float(update.steps) for update in updates],
         }
-        weights = shares[config.weighting] if sum(shares[config.weighting]) else shares["uniform"]
+        chosen = shares[self.config.weighting]
+        weights = chosen if sum(chosen) else shares["uniform"]
         learned = self.layout.num_learned
-        if config.combine == "soft_medoid":
-            weights = medoid_weights([row[:learned] for row in rows], weights, config.temperature)
-        mean = weighted_mean(rows, weights)
+        self.weights = mean = weighted_mean(rows, weights)
         if learned < len(mean):  # running statistics are weighted by the items behind them
             counts = [float(update.count) for update in updates]
             mean[learned:] = weighted_mean([row[learned:] for row in rows], counts if sum(counts) else weights)
-        self.weights = self.outer.step(self.weights, mean, learned)
         moments = [
             (update.optimizer, weight)
             for update, weight in zip(updates, weights, strict=True)

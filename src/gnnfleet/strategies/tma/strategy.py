@@ -23,15 +23,15 @@ from gnnfleet.report.phase_timer import PHASES, WAIT
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.protocol import NodePredictor, NodeStrategy, Prediction, Reporting, State, StepRecord, Strategy
 from gnnfleet.strategies.registry import build_strategy, make_config
-from gnnfleet.strategies.tma.averaging import FlatLayout, OuterOptimizer
+from gnnfleet.strategies.tma.averaging import FlatLayout
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundStats
 from gnnfleet.strategies.tma.protocol import RunMessages
 from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.link import LinkTask
 
-VELOCITY, MOMENTS, CORRECTION = "outer/velocity", "average/moments", "correction/"
-"""Names or prefixes of tensors in a checkpoint, beside weights."""
+MOMENTS, CORRECTION = "average/moments", "correction/"
+"""Name or prefix of tensors in a checkpoint, beside weights."""
 
 
 class TmaStrategy(Reporting):
@@ -46,7 +46,6 @@ class TmaStrategy(Reporting):
         self._corrector = self._build_corrector()
         self._tables = _embedding_types(job)
         self._layout = FlatLayout.of_model(self.model, job.dtype, without=self._tables)
-        self._velocity: Tensor | None = None
         self._correction_state: dict[str, Tensor] = {}
         self._moments: Tensor | None = None
         self._coordinator: Coordinator | None = None
@@ -136,7 +135,6 @@ class TmaStrategy(Reporting):
         return {
             "model": self._evaluator.state_dict()["model"],
             "optimizer": {
-                **({} if self._velocity is None else {VELOCITY: self._velocity}),
                 **({} if self._moments is None else {MOMENTS: self._moments}),
                 **{CORRECTION + name: tensor for name, tensor in self._correction_state.items()},
             },
@@ -146,7 +144,7 @@ class TmaStrategy(Reporting):
         self._evaluator.load_state_dict({"model": state["model"]})
         if "optimizer" in state:
             saved = state["optimizer"]
-            self._velocity, self._moments = saved.get(VELOCITY), saved.get(MOMENTS)
+            self._moments = saved.get(MOMENTS)
             self._correction_state = {
                 name.removeprefix(CORRECTION): tensor for name, tensor in saved.items() if name.startswith(CORRECTION)
             }
@@ -175,7 +173,6 @@ class TmaStrategy(Reporting):
             first=first,
             last=job.train.epochs,
             assignment=assignment,
-            outer=OuterOptimizer(config.momentum, self._velocity),
             optimizer=self._moments,
             tables={name: EmbeddingTable(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
             correction=self._correction,
@@ -184,7 +181,7 @@ class TmaStrategy(Reporting):
         )
 
     def _load(self, snapshot: ModelSnapshot) -> None:
-        self._velocity, self._moments = snapshot.velocity, snapshot.optimizer
+        self._moments = snapshot.optimizer
         self._correction_state = dict(snapshot.correction)
         weights = self._layout.unpack(snapshot.weights)
         self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **weights, **snapshot.rows}})
