@@ -178,7 +178,7 @@ def test_averaging_every_step_averages_gradients(stores: dict[str, Path], scheme
 
 OPTIONS: list[dict[str, Any]] = [
     {"scheme": "random"},
-    {"scheme": "super", "weighting": "edges", "optimizer": "average"},
+    {"scheme": "super", "weighting": "edges"},
     {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
     {"scheme": "super", "repartition_every": 2},
 ]
@@ -200,7 +200,7 @@ def test_rounds_of_fixed_steps_give_the_same_bits_every_time(stores: dict[str, P
     ("options", "model"),
     [
         ({}, {"embedding": 3}),
-        ({"scheme": "llcg", "correction": 3, "optimizer": "average"}, {}),
+        ({"scheme": "llcg", "correction": 3}, {}),
         ({"repartition_every": 2, "weighting": "edges"}, {"embedding": 3}),
     ],
 )

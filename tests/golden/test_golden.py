@@ -151,7 +151,7 @@ def test_names_on_disk_do_not_change() -> None:
         "private",
         "trained",
     )
-    assert (tma.MOMENTS, tma.CORRECTION) == ("average/moments", "correction/")
+    assert tma.CORRECTION == "correction/"
     assert [field.name for field in fields(TrainState)] == [
         "epoch", "step", "within", "loss", "count", "seconds", "evaluated", "best_epoch", "best_metric", "best_loss",
     ]  # fmt: skip

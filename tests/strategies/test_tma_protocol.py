@@ -19,14 +19,14 @@ def messages() -> RunMessages:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("has_optional", [True, False])
 def test_a_round_start_is_read_as_written(messages: RunMessages, dtype: torch.dtype, has_optional: bool) -> None:
-    optimizer, remote = (torch.randn(3, dtype=dtype), torch.randn(2, 5, dtype=dtype)) if has_optional else (None, None)
-    written = RoundStart(STATE, torch.randn(11, dtype=dtype), optimizer, remote, 4, (0, 2))
-    tensors = [tensor for tensor in (written.weights, optimizer, remote) if tensor is not None]
+    remote = torch.randn(2, 5, dtype=dtype) if has_optional else None
+    written = RoundStart(STATE, torch.randn(11, dtype=dtype), remote, 4, (0, 2))
+    tensors = [tensor for tensor in (written.weights, remote) if tensor is not None]
     assert messages.write_round_start(written) == sum(tensor.nbytes for tensor in tensors)
     assert messages.read_state() == STATE
     start = messages.read_round_start(STATE, dtype)
     assert start is not None and (start.state, start.assignment, start.members) == (STATE, 4, (0, 2))
-    for name in ("weights", "optimizer", "remote"):
+    for name in ("weights", "remote"):
         tensor, expected = getattr(start, name), getattr(written, name)
         assert (tensor is None) if expected is None else torch.equal(tensor, expected)
     messages.remove_round(STATE)
@@ -35,14 +35,14 @@ def test_a_round_start_is_read_as_written(messages: RunMessages, dtype: torch.dt
 
 def test_an_update_is_read_as_written(messages: RunMessages) -> None:
     rows = {"a.weight": torch.randn(4, 3), "optimizer": torch.empty(0, 2)}
-    written = TrainerUpdate(3, 20, 0.1, 99, torch.randn(5), torch.randn(6), rows, {"peak_rss": 8}, {"wait": 0.5})
+    written = TrainerUpdate(3, 20, 0.1, 99, torch.randn(5), rows, {"peak_rss": 8}, {"wait": 0.5})
     assert messages.write_update(STATE, 1, written) == written.nbytes
     assert messages.has_update(STATE, 1) and not messages.has_update(STATE, 0)
     update = messages.read_update(STATE, 1, torch.float32)
-    assert update is not None and update.optimizer is not None and written.optimizer is not None
+    assert update is not None
     figures = ("steps", "count", "loss", "edges", "memory", "seconds")
     assert [getattr(update, name) for name in figures] == [getattr(written, name) for name in figures]
-    assert torch.equal(update.weights, written.weights) and torch.equal(update.optimizer, written.optimizer)
+    assert torch.equal(update.weights, written.weights)
     assert update.rows.keys() == rows.keys() and all(torch.equal(update.rows[name], rows[name]) for name in rows)
     messages.remove_updates(STATE)
     assert messages.read_update(STATE, 1, torch.float32) is None

@@ -39,6 +39,7 @@ REMOVED: dict[tuple[str, str], str] = {
 """{(strategy, option of 0.1.0): the reason why it is gone}."""
 
 REMOVED_VALUES: dict[tuple[str, str, str], str] = {
+    ("tma", "optimizer", "average"): "it tripled the traffic, and no run gained from it",
     ("pipe", "gradient", "control_variate"): "it was less accurate than double in every run",
     ("macrobatch", "policy", "static"): "score and belady had more hits in every trace",
 }

@@ -1,7 +1,7 @@
 """Convolutions, called as ``conv(view, x)``, with PyG's constructors and parameter names."""
 
 from gnnfleet.nn.conv.gat import GATConv as GATConv
-from gnnfleet.nn.conv.gatv2 import GATv2Conv as GATv2Conv
+from gnnfleet.nn.conv.gat import GATv2Conv as GATv2Conv
 from gnnfleet.nn.conv.gcn import GCNConv as GCNConv
 from gnnfleet.nn.conv.gcn2 import GCN2Conv as GCN2Conv
 from gnnfleet.nn.conv.gin import GINConv as GINConv

@@ -1,15 +1,82 @@
-"""GAT (Veličković et al., https://arxiv.org/abs/1710.10903). H heads of C channels."""
+"""GAT (https://arxiv.org/abs/1710.10903) and GATv2 (https://arxiv.org/abs/2105.14491). H heads of C channels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.conv.attention import AttentionConv
-from gnnfleet.nn.linear import GlorotLinear, glorot_, to_float32
-from gnnfleet.ops.linear import multi_linear
+from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, to_float32
+from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
+
+
+class AttentionConv(torch.nn.Module):
+    """x'_i = concat_h or mean_h(out_ih) + Θ_res x_i + b, the end of an attention layer.
+
+    Parameters ``lin_edge.weight``, ``res.weight``, ``bias``.
+    """
+
+    mask_id = 0  # of attention dropout, among the masks of a model's layer
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        residual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.heads, self.concat = in_channels, out_channels, heads, concat
+        self.negative_slope, self.dropout, self.add_self_loops = negative_slope, dropout, add_self_loops
+        self.edge_dim = edge_dim
+        total = out_channels * (heads if concat else 1)
+        self.lin_edge = None if edge_dim is None else GlorotLinear(edge_dim, heads * out_channels, bias=False)
+        self.res = GlorotLinear(in_channels, total, bias=False) if residual else None
+        self.bias = torch.nn.Parameter(torch.zeros(total)) if bias else None
+
+    def reset_parameters(self) -> None:
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def _edge_rows(self, attr: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """[E, edge_dim]; None if the layer or the graph has no edge features."""
+        if attr is None or self.edge_dim is None:
+            return None
+        attr = attr[:, None] if attr.dim() == 1 else attr
+        if attr.shape[1] != self.edge_dim:
+            raise ConfigError(f"edge features must have {self.edge_dim} columns, found {attr.shape[1]}")
+        return attr.to(dtype)
+
+    def _attend(self, view: GraphView, value: Tensor, x: Tensor, *, relu: bool, **terms: Any) -> Tensor:
+        """[N_dst, H·C], or [N_dst, C] if heads are averaged; ``terms`` are those of the score in ``view.attend``."""
+        out = view.attend(
+            value,
+            heads=self.heads,
+            slope=self.negative_slope,
+            dropout=self.dropout if self.training else 0.0,
+            mask_id=self.mask_id,
+            self_loops=self.add_self_loops,
+            **terms,
+        )
+        fresh = not self.concat  # otherwise it is saved for backward and must not be written to
+        if not self.concat:
+            out = out.view(out.shape[0], self.heads, self.out_channels).mean(1)
+        if self.res is not None:
+            residual = sum_linear([(x, self.res.weight)], rows=view.num_dst)
+            out, fresh = (out + residual if residual.dtype != out.dtype else residual.add_(out)), True
+        return bias_relu(out, self.bias, relu=relu, fresh=fresh)
 
 
 class GATConv(AttentionConv):
@@ -32,10 +99,8 @@ class GATConv(AttentionConv):
         bias: bool = True,
         residual: bool = False,
     ) -> None:
-        super().__init__(
-            in_channels, out_channels, heads=heads, concat=concat, edge_dim=edge_dim, bias=bias, residual=residual
-        )
-        self.negative_slope, self.dropout, self.add_self_loops = negative_slope, dropout, add_self_loops
+        options = negative_slope, dropout, add_self_loops, edge_dim, bias, residual
+        super().__init__(in_channels, out_channels, heads, concat, *options)
         self.lin = GlorotLinear(in_channels, heads * out_channels, bias=False)
         self.att_src = torch.nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = torch.nn.Parameter(torch.empty(1, heads, out_channels))
@@ -54,18 +119,8 @@ class GATConv(AttentionConv):
             fold = self._spread() @ self.lin.weight
         value, scores = multi_linear(x, [self.lin.weight, fold])
         src, dst = to_float32(scores).chunk(2, 1)
-        out = view.attend(
-            value,
-            src=src,
-            dst=first_rows(dst, view.num_dst),
-            edge=self._edge_term(self._edge_rows(edge_attr, src.dtype)),
-            heads=self.heads,
-            slope=self.negative_slope,
-            dropout=self.dropout if self.training else 0.0,
-            mask_id=self.mask_id,
-            self_loops=self.add_self_loops,
-        )
-        return self._finish(view, out, x, relu=relu)
+        edge = self._edge_term(self._edge_rows(edge_attr, src.dtype))
+        return self._attend(view, value, x, relu=relu, src=src, dst=first_rows(dst, view.num_dst), edge=edge)
 
     def _spread(self) -> Tensor:
         """[2H, H·C] block-diagonal att_src, then att_dst.
@@ -81,3 +136,50 @@ class GATConv(AttentionConv):
             return None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
         return to_float32(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))
+
+
+class GATv2Conv(AttentionConv):
+    """x'_i = Σ_{j ∈ N(i) ∪ {i}} softmax_j(a·LeakyReLU(Θ_r x_i + Θ_l x_j + Θ_e e_ji)) Θ_l x_j.
+
+    Parameters ``lin_l.*``, ``lin_r.*`` (the same with ``share_weights``), ``att`` [1, H, C], ``lin_edge.weight``,
+    ``res.weight``, ``bias``, as PyG's.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+    ) -> None:
+        options = negative_slope, dropout, add_self_loops, edge_dim, bias, residual
+        super().__init__(in_channels, out_channels, heads, concat, *options)
+        self.share_weights = share_weights
+        self.lin_l = GlorotLinear(in_channels, heads * out_channels, bias=bias)
+        self.lin_r = self.lin_l if share_weights else GlorotLinear(in_channels, heads * out_channels, bias=bias)
+        self.att = torch.nn.Parameter(torch.empty(1, heads, out_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        glorot_(self.att)
+
+    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
+        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
+        left = apply_linear(self.lin_l, x)
+        src = to_float32(left)
+        if self.share_weights:
+            dst = first_rows(src, view.num_dst)
+        else:
+            dst = to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
+        attr = self._edge_rows(edge_attr, src.dtype)
+        edge = None if attr is None or self.lin_edge is None else to_float32(self.lin_edge(attr))
+        terms = {"score": "v2", "vector": self.att[0], "src": src, "dst": dst, "edge": edge}
+        return self._attend(view, left, x, relu=relu, **terms)

@@ -39,8 +39,8 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     # Clusters that are assigned to trainers; 0: a tenth of the nodes, at most 15,000; auto: measured before training.
     clusters: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     weighting: Literal["uniform", "edges", "steps"] = "uniform"  # of trainers in the average
-    # Optimizer state after a round: every trainer keeps its own (local), all get the average, or it starts anew.
-    optimizer: Literal["local", "average", "reset"] = "local"
+    # Optimizer state after a round: every trainer keeps its own (local), or it starts anew.
+    optimizer: Literal["local", "reset"] = "local"
     correction: int | None = Field(default=None, ge=0)  # steps on the whole graph after each round; llcg: 2
     correction_lr: float = Field(default=0.0, ge=0)  # 0: train.lr
     # Nodes of all partitions sent with each round, as additional negatives for links.

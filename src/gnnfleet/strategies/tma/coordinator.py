@@ -79,7 +79,6 @@ class ModelSnapshot:
     weights: Tensor
     rows: Mapping[str, Tensor]  # all embedding rows, by parameter name
     correction: Mapping[str, Tensor]  # state of the correction's optimizer
-    optimizer: Tensor | None  # average of the trainers' optimizer state
 
 
 class Correction(Protocol):
@@ -124,7 +123,6 @@ class Coordinator:
     first: int
     last: int
     assignment: NodeAssignment
-    optimizer: Tensor | None = None
     tables: Mapping[str, EmbeddingTable] = field(default_factory=dict)
     correction: Correction | None = None
     remote_rows: Callable[[int, Mapping[str, EmbeddingTable]], Tensor] | None = None  # of all partitions, for a round
@@ -254,7 +252,6 @@ class Coordinator:
             weights=self.weights,
             rows={name: table.rows.clone() for name, table in self.tables.items()},
             correction={} if self.correction is None else self.correction.memory(),
-            optimizer=self.optimizer,
         )
         self._round_began = time.monotonic()
         return stats, snapshot, next_side_bytes
@@ -282,13 +279,6 @@ class Coordinator:
         if learned < len(mean):  # running statistics are weighted by the items behind them
             counts = [float(update.count) for update in updates]
             mean[learned:] = weighted_mean([row[learned:] for row in rows], counts if sum(counts) else weights)
-        moments = [
-            (update.optimizer, weight)
-            for update, weight in zip(updates, weights, strict=True)
-            if update.optimizer is not None
-        ]
-        if moments and len({len(row) for row, _ in moments}) == 1:
-            self.optimizer = weighted_mean(*map(list, zip(*moments, strict=True)))
 
     def _open_next(self, state: RunState, updates: Mapping[int, TrainerUpdate]) -> int:
         """Publish the weights after a round and remove old messages; returns the side bytes."""
@@ -303,7 +293,7 @@ class Coordinator:
             without_rows = tuple(i for i in self._members if i not in updates or not updates[i].rows)
             side_bytes = self._publish(after, recipients=self._members if self._was_reassigned else without_rows)
         else:  # the last round
-            start = RoundStart(after, self.weights[:0], None, None, self._assignment_number, ())
+            start = RoundStart(after, self.weights[:0], None, self._assignment_number, ())
             self.messages.write_round_start(start)
         self.messages.remove_round(before)  # with updates that came after their round
         return side_bytes
@@ -315,7 +305,7 @@ class Coordinator:
         for i in recipients if self.tables else ():
             rows = {name: table.rows[self._nodes_of(i)[table.kind]] for name, table in self.tables.items()}
             side_bytes += self.messages.write_rows(state, i, rows)
-        start = RoundStart(state, self.weights, self.optimizer, remote, self._assignment_number, self._members)
+        start = RoundStart(state, self.weights, remote, self._assignment_number, self._members)
         sent = self.messages.write_round_start(start)
         return side_bytes + (sent - self.weights.nbytes) * len(self._members)
 

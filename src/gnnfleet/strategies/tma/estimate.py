@@ -53,7 +53,7 @@ def _estimate_scheme(config: TmaConfig, context: PlanningContext) -> CostEstimat
         kind="approximate",
         workers=workers,
         memory=max(trainer.memory, _coordinator_memory(context)),
-        bytes=workers * (2 * weight_bytes + _moment_bytes(config, job)) + WeightBytes.of(job.model).embedding_rows,
+        bytes=workers * 2 * weight_bytes + WeightBytes.of(job.model).embedding_rows,
         rounds=1,
         seconds=waiting + (config.steps * step if config.steps else config.interval),
         passes=steps / count_batches(trainer.items, config.batch),
@@ -77,18 +77,6 @@ def _weight_bytes(job: Job) -> int:
     """Bytes of the weights in a message."""
     embeddings = [name for name, _ in job.model.named_parameters(remove_duplicate=False) if _is_embedding(job, name)]
     return FlatLayout.of_model(job.model, job.dtype, without=embeddings).nbytes
-
-
-def _moment_bytes(config: TmaConfig, job: Job) -> int:
-    """Bytes of the optimizer state in a message, if it is averaged too."""
-    if config.optimizer != "average":
-        return 0
-    sizes = [weight.numel() for name, weight in job.model.named_parameters() if not _is_embedding(job, name)]
-    if job.train.optimizer == "sgd":
-        numbers = sum(sizes) * bool(job.train.momentum)
-    else:  # two moments and the number of steps
-        numbers = sum(2 * size + 1 for size in sizes)
-    return numbers * job.dtype.itemsize
 
 
 def _is_embedding(job: Job, name: str) -> bool:

@@ -48,7 +48,6 @@ class RoundStart:
 
     state: RunState
     weights: Tensor
-    optimizer: Tensor | None
     remote: Tensor | None  # [G, ·] rows of nodes of all partitions
     assignment: int
     members: tuple[int, ...]
@@ -61,15 +60,13 @@ class TrainerUpdate:
     loss: float  # mean over them
     edges: int
     weights: Tensor
-    optimizer: Tensor | None = None
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # embedding rows of its nodes, by parameter name
     memory: Mapping[str, int] = field(default_factory=dict)  # memory of the trainer, for the record
     seconds: Mapping[str, float] = field(default_factory=dict)  # seconds by phase since its last update
 
     @property
     def nbytes(self) -> int:
-        row_bytes = sum(rows.nbytes for rows in self.rows.values())
-        return self.weights.nbytes + row_bytes + (0 if self.optimizer is None else self.optimizer.nbytes)
+        return self.weights.nbytes + sum(rows.nbytes for rows in self.rows.values())
 
 
 class RunMessages:
@@ -126,8 +123,7 @@ class RunMessages:
 
     def write_round_start(self, start: RoundStart) -> int:
         """Publish the weights of a round and make it the newest; returns the bytes of the message."""
-        tensors = {"weights": start.weights, "optimizer": start.optimizer, "remote": start.remote}
-        shapes, body = _pack(tensors)
+        shapes, body = _pack({"weights": start.weights, "remote": start.remote})
         fields = {"assignment": start.assignment, "members": start.members, "shapes": shapes}
         self.store.write(f"weights/{start.state.path}", fields, body)
         self.write_state(start.state)
@@ -138,8 +134,8 @@ class RunMessages:
         if message is None:
             return None
         fields, tensors = message.fields, _unpack(message.fields["shapes"], message.body, dtype)
-        optional = tensors.get("optimizer"), tensors.get("remote")
-        return RoundStart(state, tensors["weights"], *optional, fields["assignment"], tuple(fields["members"]))
+        members = tuple(fields["members"])
+        return RoundStart(state, tensors["weights"], tensors.get("remote"), fields["assignment"], members)
 
     def write_rows(self, state: RunState, trainer: int, rows: Mapping[str, Tensor]) -> int:
         """Send a trainer the embedding rows of its nodes; returns the bytes of the message."""
@@ -170,7 +166,7 @@ class RunMessages:
     def write_update(self, state: RunState, trainer: int, update: TrainerUpdate) -> int:
         """Send the update of a round; returns the bytes of the message."""
         rows = {f"rows/{name}": rows for name, rows in update.rows.items()}
-        shapes, body = _pack({"weights": update.weights, "optimizer": update.optimizer, **rows})
+        shapes, body = _pack({"weights": update.weights, **rows})
         fields = {
             "figures": [update.steps, update.count, update.loss, update.edges],
             "memory": dict(update.memory),
@@ -185,11 +181,11 @@ class RunMessages:
         if message is None:
             return None
         fields, tensors = message.fields, _unpack(message.fields["shapes"], message.body, dtype)
-        weights, optimizer = tensors.pop("weights"), tensors.pop("optimizer", None)
+        weights = tensors.pop("weights")
         rows = {name.removeprefix("rows/"): rows for name, rows in tensors.items()}
         steps, count, loss, edges = fields["figures"]
         report = fields["memory"], fields["seconds"]
-        return TrainerUpdate(steps, count, loss, edges, weights, optimizer, rows, *report)
+        return TrainerUpdate(steps, count, loss, edges, weights, rows, *report)
 
     def has_update(self, state: RunState, trainer: int) -> bool:
         return self.store.has(f"update/{state.path}/{trainer}")

@@ -30,8 +30,8 @@ from gnnfleet.strategies.tma.protocol import RunMessages
 from gnnfleet.tasks.base import RowLookup
 from gnnfleet.tasks.link import LinkTask
 
-MOMENTS, CORRECTION = "average/moments", "correction/"
-"""Name or prefix of tensors in a checkpoint, beside weights."""
+CORRECTION = "correction/"
+"""Prefix of tensors in a checkpoint, beside weights."""
 
 
 class TmaStrategy(Reporting):
@@ -47,7 +47,6 @@ class TmaStrategy(Reporting):
         self._tables = _embedding_types(job)
         self._layout = FlatLayout.of_model(self.model, job.dtype, without=self._tables)
         self._correction_state: dict[str, Tensor] = {}
-        self._moments: Tensor | None = None
         self._coordinator: Coordinator | None = None
         self._correction: _Correction | None = None
         self._round: RoundStats | None = None
@@ -134,17 +133,13 @@ class TmaStrategy(Reporting):
     def state_dict(self) -> State:
         return {
             "model": self._evaluator.state_dict()["model"],
-            "optimizer": {
-                **({} if self._moments is None else {MOMENTS: self._moments}),
-                **{CORRECTION + name: tensor for name, tensor in self._correction_state.items()},
-            },
+            "optimizer": {CORRECTION + name: tensor for name, tensor in self._correction_state.items()},
         }
 
     def load_state_dict(self, state: State) -> None:
         self._evaluator.load_state_dict({"model": state["model"]})
         if "optimizer" in state:
             saved = state["optimizer"]
-            self._moments = saved.get(MOMENTS)
             self._correction_state = {
                 name.removeprefix(CORRECTION): tensor for name, tensor in saved.items() if name.startswith(CORRECTION)
             }
@@ -173,7 +168,6 @@ class TmaStrategy(Reporting):
             first=first,
             last=job.train.epochs,
             assignment=assignment,
-            optimizer=self._moments,
             tables={name: EmbeddingTable(kind, state[name].detach().clone()) for name, kind in self._tables.items()},
             correction=self._correction,
             remote_rows=self._remote_rows if config.remote_negatives else None,
@@ -181,7 +175,6 @@ class TmaStrategy(Reporting):
         )
 
     def _load(self, snapshot: ModelSnapshot) -> None:
-        self._moments = snapshot.optimizer
         self._correction_state = dict(snapshot.correction)
         weights = self._layout.unpack(snapshot.weights)
         self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **weights, **snapshot.rows}})

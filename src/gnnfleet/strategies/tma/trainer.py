@@ -53,13 +53,10 @@ class _Workload:
     """Training on the subgraph of one assignment."""
 
     def __init__(self, key: AssignmentKey, local: LocalTraining, dtype: torch.dtype, position: Position) -> None:
-        self.key, self.local, self.position, self._dtype = key, local, position, dtype
+        self.key, self.local, self.position = key, local, position
         self.layout = FlatLayout.of_model(local.strategy.model, dtype, without=local.embeddings)
         self.has_rows = not local.embeddings  # embedding rows come from the coordinator
         self.records = self.stream()
-
-    def optimizer_layout(self, tensors: dict[str, Tensor]) -> FlatLayout:
-        return FlatLayout.of(tensors, self._dtype, without=self.local.embeddings)
 
     def stream(self) -> Generator[StepRecord]:
         """Take optimizer steps, epoch after epoch, without end. Stops only if there are no items to train on."""
@@ -180,10 +177,6 @@ class Trainer:
             return work
         if self._config.optimizer == "reset" or self._diverged:
             optimizer = {}
-        elif start.optimizer is not None:
-            layout = work.optimizer_layout(optimizer)
-            if layout.nbytes == start.optimizer.nbytes:
-                optimizer |= layout.unpack(start.optimizer)
         strategy.load_state_dict({"model": weights, "optimizer": optimizer})
         if start.remote is not None:  # prefetched batches have the rows of the previous round
             work.records.close()
@@ -251,15 +244,13 @@ class Trainer:
             client.count_step()
         if not _is_current(state, client):
             return None
-        model, optimizer = (work.local.strategy.state_dict()[part] for part in ("model", "optimizer"))
-        average_optimizer = self._config.optimizer == "average" and bool(optimizer)
+        model = work.local.strategy.state_dict()["model"]
         update = TrainerUpdate(
             steps=steps,
             count=count,
             loss=loss / count if count else 0.0,
             edges=work.local.edges,
             weights=work.layout.pack(model),
-            optimizer=work.optimizer_layout(optimizer).pack(optimizer) if average_optimizer else None,
             rows={name: model[name][: len(ids)] for name, ids in work.local.embeddings.items()},
             memory={
                 "peak_rss": peak_rss(),
