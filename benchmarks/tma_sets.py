@@ -18,12 +18,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "ggs-small": {"scheme": "ggs"},
     "ggs-1gbit": {"scheme": "ggs"},
     "ggs-long": {"scheme": "ggs"},
-    "random-redeal": {"scheme": "random", "repartition_every": 3},
-    "super-redeal": {"scheme": "super", "repartition_every": 3},
     "super-remote": {"scheme": "super", "remote_negatives": 1000},
     "psgd-pa-remote": {"scheme": "psgd-pa", "remote_negatives": 1000},
 }
-"""Settings of the strategy by scheme. ``-redeal`` reassigns nodes every third round, ``-remote`` has negatives from all
+"""Settings of the strategy by scheme. ``-remote`` has negatives from all
 parts. A step of ggs has one batch per worker, a step of ``ggs-small`` one batch in total. ``ggs-long`` runs longer, to
 find when it reaches the others."""
 MAIN = ("random", "super", "psgd-pa", "llcg", "ggs", "ggs-small", "ggs-1gbit")

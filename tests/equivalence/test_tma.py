@@ -180,7 +180,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"scheme": "random"},
     {"scheme": "super", "weighting": "edges"},
     {"scheme": "llcg", "weighting": "steps", "optimizer": "reset"},
-    {"scheme": "super", "repartition_every": 2},
+    {"scheme": "super"},
 ]
 
 
@@ -201,7 +201,7 @@ def test_rounds_of_fixed_steps_give_the_same_bits_every_time(stores: dict[str, P
     [
         ({}, {"embedding": 3}),
         ({"scheme": "llcg", "correction": 3}, {}),
-        ({"repartition_every": 2, "weighting": "edges"}, {"embedding": 3}),
+        ({"weighting": "edges"}, {"embedding": 3}),
     ],
 )
 def test_a_resumed_run_gives_the_same_bits(
@@ -385,16 +385,14 @@ def test_options_that_exclude_each_other_are_refused(stores: dict[str, Path]) ->
 
 
 def test_every_round_by_the_clock_has_steps(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if building new subgraphs in every round takes longer than a round."""
+    """Also if building a subgraph takes longer than a round."""
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.15)
         return tma_subgraph.make_local_training(*args)
 
     monkeypatch.setattr(f"{__name__}.make_local_training", slowly)
-    with trainers_in_threads(
-        stores["plain"], run_config(tma(interval=0.02, repartition_every=1, deadline=20), workers=2)
-    ) as strategy:
+    with trainers_in_threads(stores["plain"], run_config(tma(interval=0.02, deadline=20), workers=2)) as strategy:
         records = rounds(strategy, 0, 3)
     assert all(record.steps >= 2 and record.count and record.loss > 0 for record in records)
 

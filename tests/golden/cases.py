@@ -147,7 +147,7 @@ CASES: tuple[Case, ...] = (
     ),
     # tma: rounds by steps instead of the clock
     _tma("random", scheme="random"),
-    _tma("super", scheme="super", clusters=20, redeal=2),
+    _tma("super", scheme="super", clusters=20),
     _tma("psgd-pa", scheme="psgd-pa", weighting="edges"),
     _tma("llcg", scheme="llcg", full="true", correction=2, optimizer="reset"),
     _tma("ggs", scheme="ggs"),

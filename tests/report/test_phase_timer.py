@@ -10,7 +10,7 @@ import pytest
 
 from gnnfleet.report import phase_timer as clock_module
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, WAIT, PhaseTimer, TraceSpan
-from gnnfleet.report.trace import pack_spans, trace_json, unpack_spans
+from gnnfleet.training.trace_files import pack_spans, trace_json, unpack_spans
 
 
 @pytest.fixture

@@ -261,7 +261,7 @@ def test_a_restarted_coordinator_removes_the_messages_of_former_ones(messages: R
     messages.write_state(RunState(1, 2))
     messages.write_update(RunState(1, 2), 0, update_of(2, 0))
     assert messages.begin_incarnation() == 2
-    messages.write_round_start(RoundStart(RunState(2, 0), sign(0, 0), None, 0, (0, 1)))
+    messages.write_round_start(RoundStart(RunState(2, 0), sign(0, 0), None, (0, 1)))
     coordinator = Coordinator(
         config=TmaConfig(steps=1, give_up=20), trainers=2, messages=messages.reconnect(), layout=LAYOUT,
         weights=sign(1, 0), first=2, last=4, assignment=NodeAssignment(NODES, None),

@@ -20,12 +20,12 @@ def messages() -> RunMessages:
 @pytest.mark.parametrize("has_optional", [True, False])
 def test_a_round_start_is_read_as_written(messages: RunMessages, dtype: torch.dtype, has_optional: bool) -> None:
     remote = torch.randn(2, 5, dtype=dtype) if has_optional else None
-    written = RoundStart(STATE, torch.randn(11, dtype=dtype), remote, 4, (0, 2))
+    written = RoundStart(STATE, torch.randn(11, dtype=dtype), remote, (0, 2))
     tensors = [tensor for tensor in (written.weights, remote) if tensor is not None]
     assert messages.write_round_start(written) == sum(tensor.nbytes for tensor in tensors)
     assert messages.read_state() == STATE
     start = messages.read_round_start(STATE, dtype)
-    assert start is not None and (start.state, start.assignment, start.members) == (STATE, 4, (0, 2))
+    assert start is not None and (start.state, start.members) == (STATE, (0, 2))
     for name in ("weights", "remote"):
         tensor, expected = getattr(start, name), getattr(written, name)
         assert (tensor is None) if expected is None else torch.equal(tensor, expected)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gnnfleet.comm.all_to_all import all_to_all_bytes
-from gnnfleet.comm.clock_sync import clock_offset
 from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import PHASES, PhaseTimer
 from gnnfleet.training import phase_profiler
 from gnnfleet.training.phase_profiler import RankProfiler
+from gnnfleet.training.trace_files import clock_offset
 from tests.ranks import RankPool
 
 

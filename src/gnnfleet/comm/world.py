@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from threading import Lock
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
@@ -18,7 +19,29 @@ from gnnfleet.comm.rendezvous import Rendezvous
 from gnnfleet.comm.shm_transport import ShmTransport, open_shm_transport
 from gnnfleet.errors import ConfigError, ExchangeError, first_line
 from gnnfleet.report.phase_timer import PhaseTimer
-from gnnfleet.report.traffic import TrafficCounter
+
+EVERYONE = -1
+"""Receiver of the bytes of all-reduces and broadcasts."""
+
+
+@dataclass
+class TrafficCounter:
+    """Counts payload bytes as they are sent; may be used from several threads."""
+
+    bytes_sent: int = 0
+    rounds: int = 0
+    bytes_by_peer: dict[int, int] = field(default_factory=dict)  # by global rank
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add_bytes(self, nbytes: int, to: int = EVERYONE) -> None:
+        with self._lock:
+            self.bytes_sent += nbytes
+            self.bytes_by_peer[to] = self.bytes_by_peer.get(to, 0) + nbytes
+
+    def add_round(self) -> None:
+        with self._lock:
+            self.rounds += 1
+
 
 EXCHANGE_TIMEOUT = 1800.0
 """Limit of a single wait. A slow peer is healthy; the heartbeat finds a dead one much earlier."""

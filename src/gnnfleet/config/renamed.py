@@ -13,7 +13,6 @@ RENAMED: dict[str, dict[str, str]] = {
     "macrobatch": {"together": "batches_per_fetch", "resident": "features_in_memory", "window": "cache_lookahead"},
     "tma": {
         "remote": "remote_negatives",
-        "redeal": "repartition_every",
         "lost": "on_trainer_loss",
         "here": "local_trainers",
     },
@@ -32,6 +31,7 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
 """{(strategy, option): {value in 0.1.0: value today}}."""
 
 REMOVED: dict[tuple[str, str], str] = {
+    ("tma", "redeal"): "new assignments of nodes made runs slower and no better",
     ("tma", "combine"): "trainers are averaged by strategy.weighting",
     ("tma", "temperature"): "it belonged to strategy.combine=soft_medoid",
     ("tma", "momentum"): "no run gained from momentum of the average; train.momentum is that of sgd",

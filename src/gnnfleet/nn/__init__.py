@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gnnfleet.nn.embedding import NodeEmbedding
     from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
     from gnnfleet.nn.interop import load_model, load_pyg_state, save_model, to_pyg, to_pyg_state
-    from gnnfleet.nn.mlp import MLP
+    from gnnfleet.nn.linear import MLP
     from gnnfleet.nn.model import GNN, build_model
     from gnnfleet.nn.norm import BatchNorm, LayerNorm
 
@@ -36,7 +36,7 @@ _MODULES = {
     "embedding": "NodeEmbedding",
     "heads": "MetricState NodeHead roc_auc",
     "interop": "load_model load_pyg_state save_model to_pyg to_pyg_state",
-    "mlp": "MLP",
+    "linear": "MLP",
     "model": "GNN build_model",
     "norm": "BatchNorm LayerNorm",
 }

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv, SAGEConv
-from gnnfleet.nn.mlp import MLP
+from gnnfleet.nn.linear import MLP
 from gnnfleet.nn.norm import make_norm
 
 

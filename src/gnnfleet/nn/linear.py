@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView
+from gnnfleet.nn.norm import make_norm
 from gnnfleet.ops.linear import sum_linear
 
 
@@ -43,3 +46,30 @@ def should_transform_first(view: GraphView, in_width: int, out_width: int) -> bo
     over all sources would cost more than it saves.
     """
     return out_width < in_width and not view.has_many_sources
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class MLP(torch.nn.Module):
+    """lin_n(act(norm_{n−1}(lin_{n−1}(… x)))), [N, C_0] → [N, C_n]. Parameters ``lins.i``, ``norms.i``, as PyG's MLP."""
+
+    def __init__(self, channels: Sequence[int], *, act: Activation = torch.relu_, norm: str = "none") -> None:
+        super().__init__()
+        self.act = act
+        self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(channels))
+        self.norms = torch.nn.ModuleList(make_norm(norm, width) or torch.nn.Identity() for width in channels[1:-1])
+
+    def reset_parameters(self) -> None:
+        for module in (*self.lins, *self.norms):
+            if not isinstance(module, torch.nn.Identity):
+                module.reset_parameters()
+
+    def forward(self, view: GraphView, x: Tensor) -> Tensor:
+        for lin, norm in zip(self.lins, self.norms, strict=False):
+            plain = isinstance(norm, torch.nn.Identity)
+            relu = plain and self.act is torch.relu_
+            x = apply_linear(lin, x, relu=relu)
+            x = x if plain else norm(view, x)
+            x = x if relu else self.act(x)
+        return apply_linear(self.lins[-1], x)

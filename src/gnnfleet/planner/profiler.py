@@ -23,8 +23,8 @@ from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
 from gnnfleet.sharded.full_batch.active_row_counts import SubPartition, sub_partition
 from gnnfleet.sharded.step_tracer import ones_like, resized_copy
+from gnnfleet.strategies.batch_inputs import should_cache_aggregate
 from gnnfleet.strategies.estimates import MachineProfile
-from gnnfleet.strategies.input_cache import should_cache_aggregate
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.optim import Adam, make_optimizer
 from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts

@@ -20,7 +20,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.strategies.input_cache import CacheInputs, precompute_aggregate, should_cache_aggregate
+from gnnfleet.strategies.batch_inputs import CacheInputs, precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, Reporting, State

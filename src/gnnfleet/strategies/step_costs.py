@@ -21,8 +21,8 @@ from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.step_tracer import StepTrace, trace_step
+from gnnfleet.strategies.batch_inputs import CacheInputs, should_cache_aggregate
 from gnnfleet.strategies.estimates import MEMORY_SLACK, PlanningContext
-from gnnfleet.strategies.input_cache import CacheInputs, should_cache_aggregate
 from gnnfleet.strategies.job import PRECISIONS, Job, autocast
 from gnnfleet.strategies.sampling_options import FanoutOption, parse_fanouts
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from gnnfleet.comm.collectives import all_gather_rows
-from gnnfleet.comm.world import World
+from gnnfleet.comm.world import EVERYONE, World
 from gnnfleet.report.memory import peak_rss
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.report.phase_timer import PHASES
-from gnnfleet.report.traffic import EVERYONE
 from gnnfleet.strategies.protocol import Strategy
 
 REPORT_INTERVAL = 1.0

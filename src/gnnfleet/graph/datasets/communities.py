@@ -14,8 +14,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.datasets.base import MAX_COUNT, DatasetConfig, FeatureDtype, heavy_weights, split_at_random
-from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
+from gnnfleet.graph.datasets.base import (
+    MAX_COUNT,
+    DatasetConfig,
+    EdgeQuota,
+    FeatureDtype,
+    Pairs,
+    draw_distinct,
+    heavy_weights,
+    split_at_random,
+    store_edges,
+)
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around

@@ -6,8 +6,16 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from gnnfleet.graph.datasets.base import MAX_COUNT, DatasetConfig, FeatureDtype, split_at_random
-from gnnfleet.graph.datasets.distinct import EdgeQuota, Pairs, draw_distinct, store_edges
+from gnnfleet.graph.datasets.base import (
+    MAX_COUNT,
+    DatasetConfig,
+    EdgeQuota,
+    FeatureDtype,
+    Pairs,
+    draw_distinct,
+    split_at_random,
+    store_edges,
+)
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops.generate import normal_rows, rmat

@@ -17,7 +17,6 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
 from gnnfleet.graph.partition.metis import mincut_parts, super_parts
 from gnnfleet.graph.partition.partition_metrics import train_mask
-from gnnfleet.graph.partition.random import random_parts, range_parts
 from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.graph.partition.streaming import stream_parts
 from gnnfleet.report.progress import NoProgress, Progress
@@ -35,6 +34,30 @@ class Assignment:
     seed: int = 0
     balance: str = "nodes"
     cluster: NumpyArray | None = None  # [nodes] int32
+
+
+def random_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
+    """Split a random permutation of the nodes into ranges of equal weight."""
+    order = np.random.default_rng([request.seed, request.parts]).permutation(scan.num_nodes)
+    part = np.empty(scan.num_nodes, dtype=np.int32)
+    part[order] = split_evenly(request.weights[order], request.parts)
+    return part, None
+
+
+def range_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
+    """Split the nodes in store order into ranges of equal weight."""
+    return split_evenly(request.weights, request.parts), None
+
+
+def split_evenly(weights: NumpyArray, parts: int) -> NumpyArray:
+    """[n] int32, ascending: the part of each item when the sequence is split into ranges of equal weight."""
+    total = int(weights.sum())
+    if total == 0:
+        return (np.arange(len(weights), dtype=np.int64) * parts // max(len(weights), 1)).astype(np.int32)
+    # An item belongs to the part of its midpoint, so that a heavy item does not shift the boundary to one side.
+    twice_middle: NumpyArray = 2 * np.cumsum(weights) - weights
+    part: NumpyArray = np.minimum(twice_middle * parts // (2 * total), parts - 1).astype(np.int32)
+    return part
 
 
 Partitioner = Callable[[EdgeScan, PartitionRequest, Progress], tuple[NumpyArray, NumpyArray | None]]

@@ -1,7 +1,7 @@
 """Assignment of nodes to workers that train on separate subgraphs, and reassignment during a run.
 
 Nodes are assigned one by one (``random``) or in clusters: many small ones (``super``), or one per worker (``mincut``).
-An assignment is a function of seed, version and number of workers, computed without arrays of the graph's size.
+An assignment is a function of seed and number of workers, computed without arrays of the graph's size.
 """
 
 from __future__ import annotations
@@ -65,20 +65,16 @@ class NodeAssignment:
     seed: int = 0
     name: str = ""  # identifies the clusters: state saved with one assignment does not fit another
 
-    def can_reassign(self, num_workers: int) -> bool:
-        """True if another version groups nodes differently."""
-        return self.clusters is None or len(self.clusters.sizes) > num_workers
-
-    def nodes_of(self, worker: int, num_workers: int, version: int = 0) -> dict[str, Tensor]:
-        """{node type: ascending store ids} of a worker in a version of the assignment."""
+    def nodes_of(self, worker: int, num_workers: int) -> dict[str, Tensor]:
+        """{node type: ascending store ids} of a worker."""
         assert 0 <= worker < num_workers
         total = sum(self.counts.values())
         blocks = [torch.empty(0, dtype=torch.int64)]
-        owners = None if self.clusters is None else self._cluster_owners(self.clusters, num_workers, version)
+        owners = None if self.clusters is None else self._cluster_owners(self.clusters, num_workers)
         for low in range(0, total, _NODES_PER_BLOCK):
             high = min(low + _NODES_PER_BLOCK, total)
             if self.clusters is None or owners is None:
-                draws = Draws(self.seed, Purpose.DEAL, epoch=version)
+                draws = Draws(self.seed, Purpose.DEAL)
                 is_assigned = (draws.uniforms(high - low, first=low) * num_workers).long() == worker
             else:
                 is_assigned = owners[self.clusters.cluster_of_node[low:high].long()] == worker
@@ -91,11 +87,10 @@ class NodeAssignment:
             start += count
         return ids
 
-    def _cluster_owners(self, clusters: ClusterMap, num_workers: int, version: int) -> Tensor:
+    def _cluster_owners(self, clusters: ClusterMap, num_workers: int) -> Tensor:
         """[C] int32: the worker of each cluster."""
         count = len(clusters.sizes)
-        if count == num_workers and not version:
+        if count == num_workers:
             return torch.arange(count, dtype=torch.int32)
-        seeds = [self.seed, num_workers, count] + [version] * (version > 0)
-        sizes = clusters.sizes.numpy().astype(float)
-        return torch.from_numpy(balance_weights(sizes, num_workers, np.random.default_rng(seeds)))
+        random = np.random.default_rng([self.seed, num_workers, count])
+        return torch.from_numpy(balance_weights(clusters.sizes.numpy().astype(float), num_workers, random))

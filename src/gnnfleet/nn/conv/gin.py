@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.mlp import MLP
+from gnnfleet.nn.linear import MLP
 
 
 class GINConv(torch.nn.Module):

@@ -5,16 +5,38 @@ Q queries, k events each, R rows, D columns in and out, F features of an event, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.nn.temporal.block import Hop
 from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.attend_recent import AttentionDropout, RecentEvents, attend_recent
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout
 from gnnfleet.ops.rounded_matmul import sum_linear_float32
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """Queries of one layer. ``neighbors`` is −1 where a query has had fewer than k events."""
+
+    query: Tensor  # [Q] int64: rows of the queried nodes
+    neighbors: Tensor  # [Q, k] int64: rows of the other ends
+    edge: Tensor  # [Q, k] int64: rows of the events' features; arbitrary where neighbors is −1
+    time_delta: Tensor  # [Q, k]: time from the event to the query; arbitrary where neighbors is −1
+    ids: Tensor  # [Q] int64: ids of the random draws of a query
+
+
+@dataclass(frozen=True, eq=False)
+class EventBlock:
+    """Hops of all layers, first the one that reads memories. Rows of a later hop are the queries of the hop before."""
+
+    nodes: Tensor  # [R] int64 node ids, ascending, each once: the rows of the first hop
+    hops: tuple[Hop, ...]
+    features: Tensor | None = None  # [E, F] of all events
+
 
 SLOPE = 0.2
 

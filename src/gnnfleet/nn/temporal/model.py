@@ -6,20 +6,47 @@ holds the tables of memories and mails.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.temporal.attention import TemporalAttention
-from gnnfleet.nn.temporal.block import EventBlock
-from gnnfleet.nn.temporal.cell import MemoryCell
+from gnnfleet.nn.temporal.attention import EventBlock, TemporalAttention
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.pairs import NUM_FEATURES
 from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.draws import DrawKey
+from gnnfleet.ops.gru import gru
 from gnnfleet.ops.rounded_matmul import linear_float32
+
+
+class MemoryCell(torch.nn.Module):
+    """s' = GRU([mail, e, Phi(time between the last two mails)], s), e the features of the mail's event.
+
+    Weights are those of torch.nn.GRUCell.
+    """
+
+    def __init__(self, width: int, edge_width: int, time_encoding: TimeEncoding) -> None:
+        super().__init__()
+        self.clock, time_width = time_encoding, len(time_encoding.bias)
+        bound = 1 / math.sqrt(width)
+        self.weight_ih = _uniform(bound, 3 * width, 2 * width + edge_width + time_width)
+        self.weight_hh = _uniform(bound, 3 * width, width)
+        self.bias_ih = _uniform(bound, 3 * width)
+        self.bias_hh = _uniform(bound, 3 * width)
+
+    def forward(self, mail: Tensor, edge: Tensor | None, time_delta: Tensor, memory: Tensor) -> Tensor:
+        """mails [n, 2 D], features [n, F], times [n], memories [n, D] → [n, D]."""
+        # One product for inputs without gradients, another for time: gradients of mails are not computed.
+        inputs = mail if edge is None else torch.cat([mail, edge], 1)
+        weights = self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
+        return gru([inputs, self.clock(time_delta)], memory, weights)
+
+
+def _uniform(bound: float, *shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
 
 
 @dataclass(frozen=True)

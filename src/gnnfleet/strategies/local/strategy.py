@@ -19,18 +19,29 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.reorder import cluster_order, limit_destinations, reordered_view
 from gnnfleet.graph.sampling.batches import epoch_batches
+from gnnfleet.graph.sampling.loader import FeatureGather, prepare_backward
+from gnnfleet.graph.sampling.prefetch import auto_depth, prefetch_items
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.nn.layerwise import layer_bytes, layerwise_inference
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.strategies.batch_inputs import PreparedBatch
-from gnnfleet.strategies.input_cache import concat_columns, precompute_aggregate, should_cache_aggregate
+from gnnfleet.ops.gather import gather
+from gnnfleet.strategies.batch_inputs import (
+    PreparedBatch,
+    X,
+    aggregate_tables,
+    concat_columns,
+    precompute_aggregate,
+    read_inputs,
+    should_cache_aggregate,
+)
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.local.config import LocalConfig
-from gnnfleet.strategies.local.minibatches import MiniBatchMaker
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import Prediction, Reporting, State, StepRecord
-from gnnfleet.tasks.base import RowLookup
+from gnnfleet.strategies.sampling_options import check_fanouts_per_layer, parse_fanouts
+from gnnfleet.tasks.base import Batch, RowLookup
 
 # Below this number of nodes the features fit the CPU caches and clustering costs more than it gains.
 REORDER_MIN_NODES = 50_000
@@ -228,3 +239,43 @@ class LocalStrategy(Reporting):
         if self._order is None or reach is None or self.model.batch_norm or self.model.num_layers == 1:
             return self._view
         return limit_destinations(self._view, self._target, int(reach.sum()))
+
+
+class MiniBatchMaker:
+    """Prepares the batches of an epoch. ``aggregated`` has a row per node, in store order. Raises ConfigError."""
+
+    def __init__(self, config: LocalConfig, job: Job, aggregated: Aggregate | None) -> None:
+        self._config, self._job, self._aggregated = config, job, aggregated
+        fanouts = parse_fanouts(config.fanouts, job.model.num_layers)
+        self._sampler = NeighborSampler(job.graph, fanouts, replace=config.replace)
+        self._features = {kind: nodes.x for kind, nodes in job.graph.nodes.items() if nodes.x is not None}
+        self._readers = {kind: FeatureGather(x) for kind, x in self._features.items()}
+        self._aggregates = {(kind, name): rows for kind, name, rows in aggregate_tables(aggregated, job.task.target)}
+        check_fanouts_per_layer(len(self._sampler.hops), job.model.num_layers)
+
+    def epoch(self, epoch: int, first: int = 0) -> Generator[PreparedBatch]:
+        depth = self._config.prefetch
+        if depth == "auto":
+            nbytes = sum(x.numel() * x.element_size() for x in self._features.values())
+            depth = auto_depth(nbytes, processes=self._job.processes)
+        return prefetch_items(self._batches(epoch, first), depth)
+
+    def _batches(self, epoch: int, first: int) -> Generator[PreparedBatch]:
+        task, seed = self._job.task, self._job.seed
+        items = task.train_items(seed, epoch)
+        for step, batch_items in epoch_batches(items, self._config.batch_size, seed=seed, epoch=epoch, first=first):
+            yield self._prepare(task.batch(batch_items, DrawKey(seed, epoch, step)))
+
+    def _prepare(self, batch: Batch) -> PreparedBatch:
+        blocks = self._sampler.blocks(batch.seeds, batch.key, skip_last_hop=self._aggregated is not None)
+        views = [self._job.task.mask_edges(view, batch) for view in blocks]
+        prepare_backward(views)
+
+        def read(kind: str, table: str, *, out: Tensor | None = None) -> Tensor:
+            ids = views[0].nodes[kind].node_ids
+            if table == X:
+                return self._readers[kind](ids, out=out)
+            return gather(self._aggregates[kind, table], ids, out=out)
+
+        dtype: torch.dtype = self._job.dtype
+        return read_inputs(batch, views, read, features=self._features, aggregated=self._aggregated, dtype=dtype)

@@ -17,7 +17,7 @@ from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.p2p import PendingTransfer, receive, send
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import EXCHANGE
-from gnnfleet.sharded.pipeline.row_messages import PendingTables, TableShapes, send_tables, table_shapes
+from gnnfleet.sharded.pipeline.stage_halo import PendingTables, TableShapes, send_tables, table_shapes
 
 PREFETCH = 2
 """Messages in flight."""

@@ -25,7 +25,7 @@ from gnnfleet.report.memory import rss
 from gnnfleet.sharded.full_batch.active_rows import ActiveRows
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.step_tracer import trace_step
-from gnnfleet.strategies.input_cache import concat_columns
+from gnnfleet.strategies.batch_inputs import concat_columns
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.nn.temporal.block import EventBlock, Hop
+from gnnfleet.nn.temporal.attention import EventBlock, Hop
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.nn.temporal.pairs import PairFeatures
 from gnnfleet.ops.draws import DrawKey

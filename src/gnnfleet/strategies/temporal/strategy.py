@@ -29,11 +29,10 @@ from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.timeline_svg import draw_batch_lanes
 from gnnfleet.strategies.job import EventJob, autocast
-from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
+from gnnfleet.strategies.optim import WeightEMA, load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Reporting, State, StepRecord
 from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuilder, embed, update_memory
 from gnnfleet.strategies.temporal.config import TemporalConfig
-from gnnfleet.strategies.temporal.ema import WeightEMA
 from gnnfleet.strategies.temporal.evaluation import EventEvaluator
 from gnnfleet.strategies.temporal.layout_planner import (
     PRODUCT,

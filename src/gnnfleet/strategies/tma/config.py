@@ -45,7 +45,6 @@ class TmaConfig(StrategyConfig, frozen=True, extra="forbid"):
     correction_lr: float = Field(default=0.0, ge=0)  # 0: train.lr
     # Nodes of all partitions sent with each round, as additional negatives for links.
     remote_negatives: int = Field(default=0, ge=0)
-    repartition_every: int = Field(default=0, ge=0)  # rounds between reassignments of all nodes; 0: never
     # Nodes of a trainer that has exited, or was silent for ``give_up``: reassign them to the others, or drop them.
     on_trainer_loss: Literal["reassign", "drop"] = "reassign"
     quorum: int = Field(default=1, ge=1)  # updates that a round needs

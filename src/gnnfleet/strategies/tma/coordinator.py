@@ -139,7 +139,7 @@ class Coordinator:
         self._round_began = time.monotonic()
         self._records = [_TrainerRecord(self._round_began) for _ in range(self.trainers)]
         self._heartbeats_read = 0.0
-        self._assignment_number, self._members = 0, tuple(range(self.trainers))
+        self._members = tuple(range(self.trainers))
         self._was_reassigned = True  # trainers build their subgraphs before the first round
         self._nodes: dict[int, dict[str, Tensor]] = {}  # of trainers, in the present assignment
 
@@ -293,7 +293,7 @@ class Coordinator:
             without_rows = tuple(i for i in self._members if i not in updates or not updates[i].rows)
             side_bytes = self._publish(after, recipients=self._members if self._was_reassigned else without_rows)
         else:  # the last round
-            start = RoundStart(after, self.weights[:0], None, self._assignment_number, ())
+            start = RoundStart(after, self.weights[:0], None, ())
             self.messages.write_round_start(start)
         self.messages.remove_round(before)  # with updates that came after their round
         return side_bytes
@@ -305,30 +305,27 @@ class Coordinator:
         for i in recipients if self.tables else ():
             rows = {name: table.rows[self._nodes_of(i)[table.kind]] for name, table in self.tables.items()}
             side_bytes += self.messages.write_rows(state, i, rows)
-        start = RoundStart(state, self.weights, remote, self._assignment_number, self._members)
+        start = RoundStart(state, self.weights, remote, self._members)
         sent = self.messages.write_round_start(start)
         return side_bytes + (sent - self.weights.nbytes) * len(self._members)
 
     def _nodes_of(self, trainer: int) -> dict[str, Tensor]:
         if trainer not in self._nodes:
             index = self._members.index(trainer)
-            self._nodes[trainer] = self.assignment.nodes_of(index, len(self._members), self._assignment_number)
+            self._nodes[trainer] = self.assignment.nodes_of(index, len(self._members))
         return self._nodes[trainer]
 
     def _assign_nodes(self, number: int, living: set[int]) -> bool:
         """Assign the nodes for a round; True if the assignment changed."""
-        before = self._assignment_number, self._members
-        if self.config.repartition_every:
-            self._assignment_number = number // self.config.repartition_every
+        before = self._members
         if self.config.on_trainer_loss == "reassign" and living:
             self._members = tuple(sorted(living))
-        if self._members != before[1]:
-            names = format_trainers(self._members)
-            self.log_user(f"Round {number + 1}: the trainers have changed. All nodes are reassigned to {names}.")
-        changed = (self._assignment_number, self._members) != before
-        if changed:
-            self._nodes.clear()
-        return changed
+        if self._members == before:
+            return False
+        names = format_trainers(self._members)
+        self.log_user(f"Round {number + 1}: the trainers have changed. All nodes are reassigned to {names}.")
+        self._nodes.clear()
+        return True
 
     # -- trainers --
 

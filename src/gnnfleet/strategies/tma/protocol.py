@@ -3,7 +3,7 @@
 incarnation                        number of coordinators started so far; messages of former ones are ignored
 state                              {incarnation, round, done}: the newest weights; done: the run is over
 collect/INCARNATION                {round}: updates of this round are due (only timed rounds)
-weights/INCARNATION/ROUND          weights at the start of a round, {assignment, members, …}
+weights/INCARNATION/ROUND          weights at the start of a round, {members, …}
 rows/INCARNATION/ROUND/TRAINER     embedding rows of a trainer's nodes, if the trainer does not have them
 ack/TRAINER                        {incarnation, round}: the round that a trainer works on
 update/INCARNATION/ROUND/TRAINER   weights after a round, {steps, loss, …}
@@ -44,12 +44,11 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class RoundStart:
-    """Weights at the start of a round, and the assignment of nodes that it is trained with."""
+    """Weights at the start of a round, and the trainers that share the nodes."""
 
     state: RunState
     weights: Tensor
     remote: Tensor | None  # [G, ·] rows of nodes of all partitions
-    assignment: int
     members: tuple[int, ...]
 
 
@@ -124,7 +123,7 @@ class RunMessages:
     def write_round_start(self, start: RoundStart) -> int:
         """Publish the weights of a round and make it the newest; returns the bytes of the message."""
         shapes, body = _pack({"weights": start.weights, "remote": start.remote})
-        fields = {"assignment": start.assignment, "members": start.members, "shapes": shapes}
+        fields = {"members": start.members, "shapes": shapes}
         self.store.write(f"weights/{start.state.path}", fields, body)
         self.write_state(start.state)
         return len(body)
@@ -134,8 +133,7 @@ class RunMessages:
         if message is None:
             return None
         fields, tensors = message.fields, _unpack(message.fields["shapes"], message.body, dtype)
-        members = tuple(fields["members"])
-        return RoundStart(state, tensors["weights"], tensors.get("remote"), fields["assignment"], members)
+        return RoundStart(state, tensors["weights"], tensors.get("remote"), tuple(fields["members"]))
 
     def write_rows(self, state: RunState, trainer: int, rows: Mapping[str, Tensor]) -> int:
         """Send a trainer the embedding rows of its nodes; returns the bytes of the message."""

@@ -54,11 +54,6 @@ class TmaStrategy(Reporting):
         self._reports = [dict(zeros) for _ in range(job.workers)]
         if config.remote_negatives and config.full:
             raise ConfigError("strategy.remote_negatives needs sampled blocks: leave out strategy.full")
-        assignment = job.context.assignment
-        if config.repartition_every and assignment is not None and not assignment.can_reassign(job.workers):
-            raise ConfigError(
-                "strategy.repartition_every would assign the same parts again: use strategy.scheme=super or random"
-            )
         if config.remote_negatives and not isinstance(job.task, LinkTask):
             raise ConfigError("strategy.remote_negatives adds negative links: leave it out, or use --task link")
 

@@ -42,8 +42,8 @@ class LocalTraining:
     count_items: Callable[[int], int]  # items to train on in an epoch
 
 
-AssignmentKey = tuple[str, int, tuple[int, ...]]
-"""An assignment of nodes: name of the clusters, number of the assignment, trainers that share the nodes."""
+AssignmentKey = tuple[str, tuple[int, ...]]
+"""An assignment of nodes: name of the clusters, trainers that share the nodes."""
 
 Position = tuple[int, int]
 """The next (epoch, step)."""
@@ -185,7 +185,7 @@ class Trainer:
         return work
 
     def _key_of(self, start: RoundStart) -> AssignmentKey:
-        return self._assignment.name, start.assignment, start.members
+        return self._assignment.name, start.members
 
     def _begin(self, start: RoundStart, *, repeats: bool) -> _Workload:
         """Build the training on newly assigned nodes, or resume from this trainer's checkpoint.
@@ -209,7 +209,7 @@ class Trainer:
                     f"Trainer {self._index} has no checkpoint for round {start.state.round + 1}. Its optimizer starts "
                     "anew, so the results differ from those of an uninterrupted run."
                 )
-        nodes = self._assignment.nodes_of(start.members.index(self._index), len(start.members), start.assignment)
+        nodes = self._assignment.nodes_of(start.members.index(self._index), len(start.members))
         self._work = None  # frees the former subgraph before another one is built
         local = self._build(nodes)
         if not same_nodes:
@@ -300,8 +300,8 @@ class Trainer:
         with safe_open(path, framework="pt") as file:
             fields = json.loads(file.metadata()["trainer"])
             optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        (epoch, step), (name, number, members) = fields["place"], fields["deal"]
-        return optimizer, (epoch, step), (name, number, tuple(members))
+        (epoch, step), (name, members) = fields["place"], fields["deal"]
+        return optimizer, (epoch, step), (name, tuple(members))
 
 
 def _checkpoint_file(folder: Path, round: int) -> Path:
