@@ -46,7 +46,6 @@ class LocalEdges:
     sampling_scale: Callable[[], Tensor] | None = None  # → [R] float64: edges in the store per sampled edge
     is_store_order: bool = True  # edge ids never decrease within a row
     cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    edge_list: list[EdgeList] = field(default_factory=list, repr=False)  # one at most, cached
 
     def select(
         self, structure: CSR, selection: slice | Tensor, sampling_scale: Callable[[], Tensor] | None = None
@@ -233,22 +232,11 @@ class LocalView(ViewBase[LocalEdges]):
             self.nodes[edge_type.src].node_ids,
             self.nodes[edge_type.dst].num_dst,
         )
-        index, data = edges.structure, (edges.weight, edges.attr)
-        table = (
-            edges.edge_list[0]
-            if edges.edge_list
-            else EdgeList(
-                torch.stack([index.col.long(), index.row.long()]),
-                edges.edge_ids,
-                ids,
-                num_dst,
-                len(ids),
-                *data,
-                edge_type,
-            )
-        )
+        if "index" not in edges.cache:
+            edges.cache["index"] = torch.stack([edges.structure.col.long(), edges.structure.row.long()])
+        index, data = edges.cache["index"], (edges.weight, edges.attr)
+        table = EdgeList(index, edges.edge_ids, ids, num_dst, len(ids), *data, edge_type)
         if table.is_bipartite or (num_dst == len(ids) and edges.sampling_scale is None):
-            edges.edge_list[:] = [table]
             return table
         return replace(table, fetched_degree=self.nodes[edge_type.src].degree, sampling_scale=edges.sampling_scale)
 

@@ -21,16 +21,14 @@ from gnnfleet.nn.pyg.source_index import SourceIndex
 
 _STEPS = {"forward", "propagate", "message", "aggregate", "update", "message_and_aggregate", "edge_update"}
 _CALLED = {"nn", "mlp", "aggr_module"}  # children that our layers call, or do not use; of others they read the weights
+_REDUCES = ("sum", "add", "mean", "max")
+_signature = cache(inspect.signature)
 
 
 class _GENConv(GENConv):
     def forward(self, view: GraphView, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.combine(view, x))
         return out
-
-
-def _sage(module: Any) -> dict[str, Any]:
-    return {"in_channels": module.lin_l.weight.shape[1], "aggr": "sum" if module.aggr == "add" else module.aggr}
 
 
 def _attention(module: Any) -> dict[str, Any] | None:
@@ -55,8 +53,7 @@ def _gen(module: Any) -> dict[str, Any] | None:
 
 
 def _rgcn(module: Any) -> dict[str, Any] | None:
-    own = {"in_channels": module.weight.shape[1], "aggr": "sum" if module.aggr == "add" else module.aggr}
-    return {**own, "relations": None} if module.num_blocks is None else None
+    return None if module.num_blocks else {"in_channels": module.weight.shape[1], "relations": None}
 
 
 class Peer(NamedTuple):
@@ -67,13 +64,13 @@ class Peer(NamedTuple):
 
 
 _PEERS = {
-    "SAGEConv": Peer(SAGEConv, _sage, ("sum", "add", "mean", "max")),
+    "SAGEConv": Peer(SAGEConv, lambda module: {"in_channels": module.lin_l.weight.shape[1]}, _REDUCES),
     "GATConv": Peer(GATConv, _attention, edge_input="edge_attr"),
     "GATv2Conv": Peer(GATv2Conv, _attention, edge_input="edge_attr"),
     "GINConv": Peer(GINConv, lambda _: {}),
     "GCNConv": Peer(GCNConv, _gcn, edge_input="edge_weight"),
     "GCN2Conv": Peer(GCN2Conv, _gcn, edge_input="edge_weight"),
-    "RGCNConv": Peer(RGCNConv, _rgcn, ("sum", "add", "mean", "max"), "edge_type"),
+    "RGCNConv": Peer(RGCNConv, _rgcn, _REDUCES, "edge_type"),
     "GENConv": Peer(_GENConv, _gen, ("softmax",)),
 }
 
@@ -92,7 +89,7 @@ def run_native(
 
     ``next_mask`` numbers the masks of attention dropout of a pass.
     """
-    inputs = _signature(module.__class__).bind(module, *args, **kwargs).arguments
+    inputs = _signature(module.__class__.forward).bind(module, *args, **kwargs).arguments
     rows = [inputs.pop(name) for name in ("self", "x", "x_0") if name in inputs][1:]
     index, others = inputs.pop("edge_index"), {name: t for name, t in inputs.items() if t is not None}
     own: Any = index.fetcher.inputs if isinstance(index, SourceIndex) else {}
@@ -106,15 +103,11 @@ def run_native(
         return forward(*args, **kwargs)
     drops = getattr(module, "dropout", 0.0) and module.training and view.training
     layer = object.__new__(peer.layer)
-    layer.__dict__.update(vars(module), **(peer.attributes(module) or {}), mask_id=next_mask() if drops else 0)
+    options = {"mask_id": next_mask() if drops else 0, "aggr": module.aggr.replace("add", "sum")}
+    layer.__dict__.update(vars(module), **options, **(peer.attributes(module) or {}))
     data: Any = {"weight": view.weight} if "edge_weight" in others else {}
     data |= {"edge_attr": view.attr} if "edge_attr" in others else {}
     return peer.layer.forward(layer, view, *rows, **data)
-
-
-@cache
-def _signature(kind: Any) -> inspect.Signature:
-    return inspect.signature(kind.forward)
 
 
 def find_peer(view: GraphView | None, module: Any) -> Peer | None:
