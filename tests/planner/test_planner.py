@@ -123,7 +123,7 @@ MODEL = {"name": "sage", "hidden": 8, "layers": 2}
 def test_options_that_no_strategy_has_are_refused(store: Path) -> None:
     graph = gf.open(store)
     for strategy, text in (
-        ({"fanout": [3]}, "did you mean fanouts"),
+        ({"fanout": [3]}, "did you mean 'fanouts'"),
         ({"goal": "best"}, "expected exact, sampled, any"),
     ):
         with pytest.raises(ConfigError, match=text):
