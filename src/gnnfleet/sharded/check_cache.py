@@ -86,6 +86,8 @@ class _StatePickler(pickle.Pickler):
             is_parameter = isinstance(value, torch.nn.Parameter)
             flat = value.detach().reshape(-1)[: 0 if is_parameter else None]
             return str(value.dtype), tuple(value.shape), flat.contiguous().view(torch.uint8).numpy().tobytes()
+        if type(value).__module__ == "torch_geometric.inspector":  # caches what it reads of a class
+            return type(value).__name__
         if isinstance(value, set | frozenset):
             return sorted(map(repr, value))
         if isinstance(value, type | FunctionType | BuiltinFunctionType):

@@ -189,7 +189,7 @@ class PartitionedView(ViewBase[RelationBlocks]):
     def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
         edges = self.relations[edge_type or self._edge_type]
         source_ids, plan = self.nodes[edges.kind.src].node_ids, self.blocks.exchange_plan(edges.kind.src, "in")
-        table = make_edge_list(edges, source_ids, self._exchange(), plan)
+        table = make_edge_list(edges, source_ids, self._exchange, plan)
         if table.is_bipartite or table.num_dst == len(source_ids):
             return table
         degree = self.nodes[edges.kind.src].degree

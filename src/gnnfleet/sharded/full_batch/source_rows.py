@@ -6,6 +6,7 @@ rows with the remote ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -24,19 +25,22 @@ from gnnfleet.sharded.full_batch.partition_blocks import RelationBlocks, edge_ro
 class SourceRows:
     """Positions of remote rows behind the local ones: those of partition q are ``spans[q]``."""
 
-    exchange: RowExchange
+    new_exchange: Callable[[], RowExchange]  # an exchange serves one forward and its backward
     plan: ExchangePlan
+    local_block: int
     spans: tuple[slice, ...]
     num_local: int
     num_fetched: int
 
     @classmethod
-    def of(cls, exchange: RowExchange, plan: ExchangePlan, num_local: int) -> SourceRows:
-        counts = [0 if q == exchange.local_block else count for q, count in enumerate(plan.recv_counts)]
+    def of(
+        cls, new_exchange: Callable[[], RowExchange], plan: ExchangePlan, local_block: int, num_local: int
+    ) -> SourceRows:
+        counts = [0 if q == local_block else count for q, count in enumerate(plan.recv_counts)]
         starts = [num_local, *accumulate(counts, initial=num_local)][1:]
         spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        spans[exchange.local_block] = slice(0, num_local)
-        return cls(exchange, plan, tuple(spans), num_local, num_local + sum(counts))
+        spans[local_block] = slice(0, num_local)
+        return cls(new_exchange, plan, local_block, tuple(spans), num_local, num_local + sum(counts))
 
     def fetch(self, x: Tensor) -> Tensor:
         return _Fetch.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
@@ -44,52 +48,54 @@ class SourceRows:
     def send_back(self, x: Tensor) -> Tensor:
         return _SendBack.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _fetched(self, x: Tensor) -> Tensor:
+    def _fetched(self, exchange: RowExchange, x: Tensor) -> Tensor:
         out = x.new_empty(self.num_fetched, x.shape[1])
 
         def on_rows(q: int, rows: list[Tensor]) -> None:
             out[self.spans[q]] = rows[0]
 
-        self.exchange.run([RowTable(self.plan, x.detach().contiguous())], on_rows, op="rows of sources")
+        exchange.run([RowTable(self.plan, x.detach().contiguous())], on_rows, op="rows of sources")
         return out
 
-    def _returned(self, x: Tensor) -> Tensor:
+    def _returned(self, exchange: RowExchange, x: Tensor) -> Tensor:
         def on_rows(q: int, _: list[Tensor]) -> list[Tensor]:
             rows = x.detach()[self.spans[q]]
             # Remote gradients are added to the local rows in place.
-            return [rows.clone() if q == self.exchange.local_block else rows.contiguous()]
+            return [rows.clone() if q == self.local_block else rows.contiguous()]
 
-        (total,) = exchange_grads(self.exchange, [(self.plan, x)], [], on_rows, op="gradients of sources")
+        (total,) = exchange_grads(exchange, [(self.plan, x)], [], on_rows, op="gradients of sources")
         return total.to(x.dtype)
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
-        ctx.rows = rows
-        return rows._fetched(x)
+        ctx.rows, ctx.exchange = rows, rows.new_exchange()
+        return rows._fetched(ctx.exchange, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.rows._returned(grad)
+        return None, ctx.rows._returned(ctx.exchange, grad)
 
 
 class _SendBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
-        ctx.rows = rows
-        return rows._returned(x)
+        ctx.rows, ctx.exchange = rows, rows.new_exchange()
+        return rows._returned(ctx.exchange, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.rows._fetched(grad)
+        return None, ctx.rows._fetched(ctx.exchange, grad)
 
 
-def make_edge_list(edges: RelationBlocks, source_ids: Tensor, exchange: RowExchange, plan: ExchangePlan) -> EdgeList:
+def make_edge_list(
+    edges: RelationBlocks, source_ids: Tensor, new_exchange: Callable[[], RowExchange], plan: ExchangePlan
+) -> EdgeList:
     """List the in-edges of a partition; all but the exchange is cached."""
-    rows = SourceRows.of(exchange, plan, len(source_ids))
+    rows = SourceRows.of(new_exchange, plan, edges.part, len(source_ids))
     if edges.edge_list is None:
         edges.edge_list = _sorted_edges(edges, source_ids, rows)
     return replace(edges.edge_list, fetch=rows.fetch, send_back=rows.send_back)
