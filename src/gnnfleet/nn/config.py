@@ -62,6 +62,10 @@ class ModelConfig(BaseModel):
     execution: Literal["auto", "layers", "whole"] = Field(
         "auto", description="file.py:factory: run a torch_geometric module layer by layer or whole; auto: by a check"
     )
+    propagate: Literal["auto", "plain", "chunked", "rebuilt", "routed"] = Field(
+        "auto",
+        description="file.py:factory: how a torch_geometric module computes messages; auto: plain, or by --memory",
+    )
     settings: dict[str, Any] = Field(default_factory=dict, description="file.py:factory: settings of a custom model")
 
     @property

@@ -19,6 +19,7 @@ from gnnfleet.errors import ConfigError, first_line
 from gnnfleet.ops.csr import CSR
 
 Message = Callable[..., Any]
+"""Its attribute ``edges_at_once``, if it has one, replaces ``EDGES_AT_ONCE``."""
 REDUCES = ("sum", "mean", "max", "softmax")
 EDGES_AT_ONCE = 1 << 18
 
@@ -82,11 +83,11 @@ class MessageChunk:
         return len(self.row)
 
 
-def message_chunks(block: MessageBlock) -> Iterator[MessageChunk]:
+def message_chunks(call: MessageCall, block: MessageBlock) -> Iterator[MessageChunk]:
     """All edges of a block, at most ``EDGES_AT_ONCE`` at a time."""
-    count = block.structure.num_edges
-    for low in range(0, count, EDGES_AT_ONCE):
-        yield chunk_of(block, low, min(low + EDGES_AT_ONCE, count))
+    count, at_once = block.structure.num_edges, getattr(call.message, "edges_at_once", EDGES_AT_ONCE)
+    for low in range(0, count, at_once):
+        yield chunk_of(block, low, min(low + at_once, count))
 
 
 def chunk_of(block: MessageBlock, low: int, high: int) -> MessageChunk:

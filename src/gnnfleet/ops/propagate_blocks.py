@@ -43,7 +43,7 @@ def update_propagate(state: PropagateState, call: MessageCall, block: MessageBlo
     assert call.reduce != "max" or block.ties is not None or state.like is None, "several blocks need ties"
     state.like = block if state.like is None else state.like
     with torch.no_grad():
-        for chunk in message_chunks(block):
+        for chunk in message_chunks(call, block):
             parts = build_message(call, block, chunk)[0]
             total = _init_state(state, call, parts)
             if call.reduce == "softmax":
@@ -131,7 +131,7 @@ def block_backward(
     needs_grad: list[LeafKey] = [("src", name) for name in src]
     needs_grad += [("dst", name) for name in into.dst] + [("edge", name) for name in edge]
     needs_grad += [("params", i) for i in into.params]
-    for chunk in message_chunks(block):
+    for chunk in message_chunks(call, block):
         for (group, name), part in _chunk_backward(call, upstream, block, chunk, needs_grad).items():
             if group == "edge":
                 edge[str(name)][chunk.edges] = part

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,18 @@ from torch import Tensor
 
 from gnnfleet.comm.halo_exchange import FetchedRows, OnRows, ReturnPath, RingExchange, RowTable
 from gnnfleet.comm.world import World
-from gnnfleet.graph.graph import Graph, validated_edges, validated_nodes
+from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.assign import Assignment
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.partition.shard import Shard
+from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.embedding import NodeEmbedding
+from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded.full_batch.ring_view import RingView
+from gnnfleet.sharded.full_batch.source_rows import SourceRows
 
 SAMPLE_ROWS = (3000, 6000)
 """Rows of the two sample graphs, summed over node types."""
@@ -50,15 +53,16 @@ class TracedExchange:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The exchanges of a step in order, and its peak of ``base_bytes`` + ``bytes_per_row`` · rows bytes of tensors."""
+    """The exchanges of a step in order, and its peak: the bytes of tensors, linear in local rows and remote rows."""
 
     exchanges: tuple[TracedExchange, ...]
     base_bytes: float
     bytes_per_row: float
     sums: tuple[int, ...] = ()  # bytes of sums over all nodes, as in batch norm
+    bytes_per_remote_row: float = 0.0  # where a module keeps remote rows
 
-    def peak_bytes(self, rows: int) -> float:
-        return self.base_bytes + self.bytes_per_row * rows
+    def peak_bytes(self, rows: int, remote_rows: int = 0) -> float:
+        return self.base_bytes + self.bytes_per_row * rows + self.bytes_per_remote_row * remote_rows
 
 
 def trace_step(
@@ -75,7 +79,12 @@ def trace_step(
     )
     row_bytes = max(0.0, (large_peak - small_peak) / max(1, large - small))
     base_bytes = max(0.0, small_peak - row_bytes * small)
-    return StepTrace(tuple(ring.exchanges), base_bytes, row_bytes, tuple(ring.sums))
+    remote_bytes = 0.0
+    if isinstance(model, PygModule):
+        share, remote_rows = SAMPLE_ROWS[0] / total, SAMPLE_ROWS[0]
+        with_remote = _trace_at(model, shard, share, precision, is_cached, many, remote_rows)[1]
+        remote_bytes = max(0.0, (with_remote - small_peak) / remote_rows)
+    return StepTrace(tuple(ring.exchanges), base_bytes, row_bytes, tuple(ring.sums), remote_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +118,27 @@ class _RecordingRing(RingExchange):
         return out
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _SampleView(RingView):
+    """A view of a sample graph, which has remote sources in memory only."""
+
+    remote_rows: int
+
+    def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
+        table = super().edge_list(edge_type)
+        rows: SourceRows = table.fetch.__self__  # type: ignore[attr-defined]
+        rows = replace(rows, num_fetched=rows.num_fetched + self.remote_rows)
+        return replace(table, num_fetched=rows.num_fetched, fetch=rows.fetch, send_back=rows.send_back)
+
+
 def _trace_at(
-    model: Model, shard: Shard, share: float, precision: torch.dtype, is_cached: bool, many: Sequence[bool]
+    model: Model,
+    shard: Shard,
+    share: float,
+    precision: torch.dtype,
+    is_cached: bool,
+    many: Sequence[bool],
+    remote_rows: int = 0,
 ) -> tuple[int, int, _RecordingRing]:
     """(rows, bytes of tensors at the peak, ring with the exchanges) of one step on a sample graph."""
     graph = _sample_graph(shard, share)
@@ -120,6 +148,7 @@ def _trace_at(
         sample = Partition.open(Path(folder) / "parts").shard(0)
         ring = RingExchange(World())
         view = RingView.open(sample, ring)
+        view = _SampleView(**{f.name: getattr(view, f.name) for f in fields(view)}, remote_rows=remote_rows)
         names = {
             id(view.blocks.exchange_plan(kind, direction)): (kind, direction)
             for kind in sample.node_types
@@ -128,6 +157,8 @@ def _trace_at(
         x = {kind: _features(sample, kind).to(precision) for kind in sample.node_types}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
         sample_model = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
+        if isinstance(sample_model, PygModule):
+            sample_model.propagation = sample_model.propagation.scaled(share)
         aggregated = sample_model.precompute(view, inputs) if is_cached else None
         recording_ring = _RecordingRing(ring.world, names=names)
         views = [

@@ -18,6 +18,8 @@ from gnnfleet.nn.base import Model
 from gnnfleet.nn.custom_model import build_custom_model
 from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.model import build_model
+from gnnfleet.nn.pyg.memory import Propagation
+from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.strategies.job import PRECISIONS, OwnedIds
 from gnnfleet.strategies.protocol import NodePredictor
 from gnnfleet.tasks.link import LinkTask
@@ -80,6 +82,8 @@ def seeded_model(
         model: Model
         if config.model.is_custom:
             model = build_custom_model(config.model, graph, out_channels=out_channels)
+            if isinstance(model, PygModule):
+                model.propagation = Propagation(config.model.propagate)
         else:
             every_type = links is not None
             model = build_model(

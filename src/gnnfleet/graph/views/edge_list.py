@@ -31,6 +31,7 @@ class EdgeList:
     weight: Tensor | None = None  # [E]
     attr: Tensor | None = None  # [E, F]
     edge_type: EdgeType | None = None  # None: edges of several types
+    view_order: Tensor | None = None  # [E] positions here of the view's edges; None: the same order
     fetch: Callable[[Tensor], Tensor] = _same_rows
     """Collective. [N_src, F] → [M, F], differentiable."""
     send_back: Callable[[Tensor], Tensor] = _same_rows

@@ -16,6 +16,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
 from gnnfleet.nn.pyg.layers import ModuleLayers, NotSplitError
+from gnnfleet.nn.pyg.memory import Propagation
 from gnnfleet.nn.pyg.random_graph import random_graph_like
 from gnnfleet.nn.pyg.rules import has_lazy_parameters, pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
@@ -29,6 +30,7 @@ class PygModule(Model):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.propagation = Propagation()
         arguments, name = _arguments(module), type(module).__name__
         self.takes_mappings = takes_mappings(module, arguments)
         inputs = {name: name.removesuffix("_dict") if self.takes_mappings else name for name in arguments}
@@ -117,7 +119,7 @@ class PygModule(Model):
     ) -> tuple[RowsByType, Tensor | None]:
         tables = dict(x) if isinstance(x, Mapping) else {view.node_types[0]: x}
         inputs = self._named_inputs(view, tables)
-        with pass_over(view, self.module):
+        with pass_over(view, self.module, self.propagation.methods):
             if self.separate_layers is not None:
                 return self.separate_layers.run(layer_index, self.module, inputs, carry, view.num_dst)
             out = self.module(**inputs)

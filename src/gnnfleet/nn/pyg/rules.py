@@ -30,12 +30,23 @@ _DROPOUTS = 16  # of edges in one call, at most
 
 
 @contextmanager
-def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
-    """Apply the rules to all operations of a pass of ``module`` over ``view``."""
-    rules = _PassRules(view, is_first=has_lazy_parameters(module))
+def pass_over(
+    view: GraphView,
+    module: torch.nn.Module,
+    replacements: Replacements | None = None,
+    num_dropouts: tuple[int, int] = (0, 0),
+) -> Iterator[PassRules]:
+    """Apply the rules to all operations of a pass of ``module`` over ``view``, after dropouts of nodes and of edges.
+
+    ``replacements(rules, child)`` has methods by name that replace those of a child.
+    """
+    rules = PassRules(view, num_dropouts, is_first=has_lazy_parameters(module))
     with ExitStack() as stack:
         for child in module.modules():
             peer = find_peer(view, child)
+            for name, method in replacements(rules, child).items() if replacements else ():
+                vars(child)[name] = method
+                stack.callback(vars(child).pop, name)
             _track_edges(rules, child, stack)
             _forget_other_graphs(child, stack)
             rule = next((_MODULE_RULES[name] for name in _library_classes(child) if name in _MODULE_RULES), None)
@@ -49,26 +60,30 @@ def pass_over(view: GraphView, module: torch.nn.Module) -> Iterator[None]:
             if rules.row_types is not None:
                 stack.callback(child.register_forward_hook(rules.row_types.mark_mapping).remove)
         stack.enter_context(rules)
-        yield
+        yield rules
+    rules.is_active = False
 
 
 def has_lazy_parameters(module: torch.nn.Module) -> bool:
     return any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in module.parameters())
 
 
-class _PassRules(TorchFunctionMode):
-    def __init__(self, view: GraphView, *, is_first: bool) -> None:
+class PassRules(TorchFunctionMode):
+    """Rules of a pass, and its state."""
+
+    def __init__(self, view: GraphView, num_dropouts: tuple[int, int], *, is_first: bool) -> None:
         super().__init__()
         self.view, self.is_first = view, is_first  # the first pass of a lazy module draws its parameters
         # Dropouts of nodes, and of edges by call: a call may end early on a part without edges.
-        self.num_dropouts = self.num_edge_dropouts = 0
+        self.num_dropouts = num_dropouts
+        self.is_active = True
         self.edges: Tensor | None = None  # edge_index of the messages being computed
         self.propagated: Tensor | None = None  # edge_index of a convolution that passes messages
         self.row_types = RowTypes(view) if len(view.node_types) > 1 else None
 
     def next_edge_mask(self) -> int:
         self.begin_edges(None)
-        return self.num_edge_dropouts
+        return self.num_dropouts[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, kwargs = _RULES.get(func), kwargs or {}
@@ -78,7 +93,8 @@ class _PassRules(TorchFunctionMode):
         return out
 
     def begin_edges(self, edges: Any) -> None:
-        self.edges, self.num_edge_dropouts = edges, (self.num_edge_dropouts // _DROPOUTS + 1) * _DROPOUTS
+        nodes, of_edges = self.num_dropouts
+        self.edges, self.num_dropouts = edges, (nodes, (of_edges // _DROPOUTS + 1) * _DROPOUTS)
 
     def view_of(self, rows: Tensor) -> GraphView:
         """The view of the node type of rows."""
@@ -95,7 +111,10 @@ def _forget_other_graphs(module: torch.nn.Module, stack: ExitStack) -> None:
         stack.callback(setattr, module, "cached", True)
 
 
-def _track_edges(rules: _PassRules, module: torch.nn.Module, stack: ExitStack) -> None:
+Replacements = Callable[[PassRules, torch.nn.Module], dict[str, Callable[..., Any]]]
+
+
+def _track_edges(rules: PassRules, module: torch.nn.Module, stack: ExitStack) -> None:
     """Let the rules know when the rows of a MessagePassing module are those of edges."""
     if not hasattr(module, "register_propagate_forward_pre_hook"):
         return
@@ -136,18 +155,19 @@ def _track_edges(rules: _PassRules, module: torch.nn.Module, stack: ExitStack) -
 
 
 def _dropout(
-    rules: _PassRules, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    rules: PassRules, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     if not training or not p or not rules.view.training:
         return input
     if rules.edges is not None and not isinstance(rules.edges, SourceIndex):
         raise ConfigError("a module drops messages of edges that are not the graph's: expected edges of edge_index")
+    nodes, of_edges = rules.num_dropouts
     if rules.edges is None:
         view, edge_ids = rules.view_of(input), None
-        rules.num_dropouts, mask_id = rules.num_dropouts + 1, rules.num_dropouts
+        mask_id, rules.num_dropouts = nodes, (nodes + 1, of_edges)
     else:
         view, edge_ids = rules.view, rules.edges.edge_ids
-        rules.num_edge_dropouts, mask_id = rules.num_edge_dropouts + 1, rules.num_edge_dropouts
+        mask_id, rules.num_dropouts = of_edges, (nodes, of_edges + 1)
     ids = view.node_ids if edge_ids is None else edge_ids
     if len(ids) != len(input) and (edge_ids is not None or len(input) != view.num_dst):
         raise ConfigError(f"a module drops elements of {len(input)} rows: expected those of {len(ids)} nodes or edges")
@@ -155,14 +175,14 @@ def _dropout(
     return view.dropout(rows, p, mask_id=mask_id, edge_ids=edge_ids).view(input.shape)
 
 
-def _attention(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _attention(rules: PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs["training"] and args[10] > 0:  # dropout_p
         _refuse_draws(rules, func)
     return func(*args, **kwargs)
 
 
 def _batch_norm(
-    rules: _PassRules,
+    rules: PassRules,
     func: Any,
     input: Tensor,
     running_mean: Tensor | None,
@@ -197,7 +217,7 @@ def _norm_columns(view: GraphView, module: Any, x: Tensor) -> Tensor:
     return batch_norm(view, x, SimpleNamespace(**tensors, **options))  # type: ignore[arg-type]
 
 
-def _refuse_draws(rules: _PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_draws(rules: PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
     if rules.is_first:
         return func(*args, **kwargs)
     name = resolve_name(func) or getattr(func, "__name__", str(func))

@@ -7,7 +7,8 @@ first, by a differentiable exchange. Operations that have no meaning on numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +36,7 @@ class SourceFetcher:
         self._cache = [] if cache is None else cache
         self.inputs: dict[str, Tensor | None] = {}  # edge_weight and edge_attr of the module
         self.view: GraphView | None = None  # that a fleet opened, with these edges
+        self.is_by_edge = False  # sources have been gathered: tensors have a row for every edge
 
     def forget(self) -> None:
         """Begin another pass: rows that were fetched before belong to its graph."""
@@ -70,6 +72,15 @@ class SourceFetcher:
         rows = self.edges.fetch(flat).view(-1, *x.shape[1:]).to(x.dtype)
         self._cache[:] = [*self._cache[1 - _CACHED_FETCHES :], (x, x._version, rows)]
         return rows
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Fetch rows that are not kept."""
+        self.forget()
+        try:
+            yield
+        finally:
+            self.forget()
 
     def send_back(self, x: Tensor) -> Tensor:
         """Collective. Add the rows of remote sources to those of their owners."""
@@ -186,7 +197,7 @@ def _set_item(func: Any, x: Any, at: Any, value: Any) -> Any:
 @_handles(Tensor.index_select, torch.index_select)
 def _index_select(func: Any, x: Any, dim: Any, index: Any) -> Any:
     if not isinstance(x, SourceIndex):
-        return func(index.fetcher.fetch(x, dim), dim, plain(index))
+        return x if index.fetcher.is_by_edge else func(index.fetcher.fetch(x, dim), dim, plain(index))
     if dim % x.dim() != x.dim() - 1:
         raise ConfigError("a module selects among the ends of edges with index_select: use edge_index[0] or [1]")
     return x.like(func(plain(x), dim, plain(index)), x.edge_ids[plain(index)])

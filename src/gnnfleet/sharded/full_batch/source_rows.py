@@ -115,4 +115,5 @@ def _sorted_edges(edges: RelationBlocks, source_ids: Tensor, rows: SourceRows) -
         weight=None if edges.weight is None else edges.weight[order],
         attr=None if edges.attr is None else edges.attr[order],
         edge_type=edges.kind,
+        view_order=torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))),
     )

@@ -103,7 +103,9 @@ class _StepEstimator:
     def _needs(self, rank: int) -> MemoryNeeds:
         shard, levels = self.shards[rank], self._loads(rank)
         rows = sum(load.rows for load in levels) / len(levels)
-        tensors = self.trace.peak_bytes(int(rows)) + WeightBytes.of(self.job.model).state(
+        received = [shard.plan(kind, "in").recv for kind in shard.node_types]
+        remote_rows = sum(len(nodes) for by_rank in received for q, nodes in enumerate(by_rank) if q != rank)
+        tensors = self.trace.peak_bytes(int(rows), remote_rows) + WeightBytes.of(self.job.model).state(
             rows / max(1, self.job.graph.num_nodes)
         )
 

@@ -37,6 +37,10 @@ class MemoryNeeds:
     trace: StepTrace
     plans: Callable[[RouteKey], ExchangePlan]
 
+    @property
+    def cacheable_layers(self) -> list[int]:
+        return sorted({exchange.layer for exchange in self.trace.exchanges if exchange.is_cacheable})
+
     def bytes(self, choice: MemoryChoice) -> float:
         """The peak of a step."""
         exchanges = self.trace.exchanges
@@ -64,6 +68,12 @@ class MemoryNeeds:
         return float(sum(sorted(by_rank, reverse=True)[:ranks_at_once]))
 
 
+def least_choice(needs: MemoryNeeds, config: SarConfig) -> MemoryChoice:
+    """The settings of least memory."""
+    cached_layers = tuple(needs.cacheable_layers) if config.cache_for_backward is True else ()
+    return MemoryChoice(value_or(config.group, 1), value_or(config.prefetch, 0), cached_layers)
+
+
 MaxOverRanks = Callable[[float], float]
 """Collective. The largest value of all ranks."""
 
@@ -75,9 +85,7 @@ def choose_memory_plan(
 
     Options that are not ``auto`` keep their value.
     """
-    layers = sorted({exchange.layer for exchange in needs.trace.exchanges if exchange.is_cacheable})
-    cached_layers = tuple(layers) if config.cache_for_backward is True else ()
-    choice = MemoryChoice(value_or(config.group, 1), value_or(config.prefetch, 0), cached_layers)
+    choice, layers = least_choice(needs, config), needs.cacheable_layers
     total = max_over_ranks(needs.bytes(choice))
     if total > limit:
         raise ConfigError(

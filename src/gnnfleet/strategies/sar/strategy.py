@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from gnnfleet.comm.collectives import max_over_ranks
 from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.pyg.memory import PROPAGATIONS, Propagation
+from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
@@ -30,7 +32,14 @@ from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.partitioned_strategy import PartitionedStrategy, require_shard
 from gnnfleet.strategies.protocol import StepRecord
 from gnnfleet.strategies.sar.config import SarConfig
-from gnnfleet.strategies.sar.memory_plan import MemoryChoice, MemoryNeeds, choose_memory_plan, value_or
+from gnnfleet.strategies.sar.memory_plan import (
+    MaxOverRanks,
+    MemoryChoice,
+    MemoryNeeds,
+    choose_memory_plan,
+    least_choice,
+    value_or,
+)
 
 
 class SarStrategy(PartitionedStrategy):
@@ -95,10 +104,29 @@ class SarStrategy(PartitionedStrategy):
             cached_layers = tuple(layers) if config.cache_for_backward is True else ()
             return MemoryChoice(value_or(config.group, 1), value_or(config.prefetch, 1), cached_layers)
         world = self._world.uncounted()
-        needs, limit = self._memory_needs(), self._job.memory
-        choice, remark = choose_memory_plan(needs, limit, world.size, config, lambda peak: max_over_ranks(world, peak))
-        self._job.log_user(remark)
+        limit, over_ranks = self._job.memory, partial(max_over_ranks, world)
+        needs = self._needs_of_first_propagation(limit, over_ranks)
+        choice, remark = choose_memory_plan(needs, limit, world.size, config, over_ranks)
+        mode = self.model.propagation.mode if isinstance(self.model, PygModule) else ""
+        self._job.log_user(remark + (f"; messages are {mode} (model.propagate)" if mode else ""))
         return choice
+
+    def _needs_of_first_propagation(self, limit: int, over_ranks: MaxOverRanks) -> MemoryNeeds:
+        """Collective. Choose the fastest propagation of a module that fits, or the smallest if none does."""
+        if not isinstance(self.model, PygModule) or self.model.propagation.mode != "auto":
+            return self._memory_needs()
+        tried: list[tuple[float, Propagation, MemoryNeeds]] = []
+        edges = sum(relation.num_edges for relation in self._view.relations.values())
+        for mode in PROPAGATIONS:
+            plain_bytes = tried[0][2].peak_bytes if tried else 1.0  # nearly all are of the messages of all layers
+            at_once = int(limit / 20 * edges / plain_bytes)
+            self.model.propagation = Propagation(mode, min(max(at_once, 1 << 12), 1 << 17))
+            needs = self._memory_needs()
+            tried.append((over_ranks(needs.bytes(least_choice(needs, self._config))), self.model.propagation, needs))
+            if tried[-1][0] <= limit:
+                break
+        _, self.model.propagation, needs = min(tried, key=lambda choice: choice[0])
+        return needs
 
     def _memory_needs(self) -> MemoryNeeds:
         is_cached = self._aggregated is not None
@@ -109,7 +137,11 @@ class SarStrategy(PartitionedStrategy):
             computed = self._active_rows.totals[1:]
             rows = int(rows * sum(computed) / len(computed) / max(1.0, float(sum(self._view.owners.counts.values()))))
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        peak_bytes = trace.peak_bytes(rows) + 3 * weights  # gradients, and two moments of Adam for each weight
+        plans = (self._view.blocks.exchange_plan(kind, "in").recv_counts for kind in self._view.nodes)
+        remote_rows = sum(sum(counts) - counts[self._world.rank] for counts in plans)
+        peak_bytes = (
+            trace.peak_bytes(rows, remote_rows) + 3 * weights
+        )  # gradients, and two moments of Adam for each weight
         return MemoryNeeds(rss(), peak_bytes, trace, lambda route: self._view.blocks.exchange_plan(*route))
 
     @cached_property
