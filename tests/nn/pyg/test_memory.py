@@ -27,6 +27,7 @@ from gnnfleet.ops.buffers import unpooled
 from gnnfleet.report.memory import peak_tensors
 from gnnfleet.sharded import step_tracer
 from gnnfleet.sharded.full_batch.source_rows import SourceRows
+from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.strategies.sar import strategy as sar
 from gnnfleet.training.build import RankContext
 from gnnfleet.training.build import build as build_run
@@ -235,8 +236,8 @@ def fetched_in_memory(world: World, path: str) -> dict[str, int]:
         view, tables = open_view(world, path, 1, 1), []
         original = SourceRows._fetched
 
-        def fetched(self: Any, x: Tensor, tables: Any = tables, original: Any = original) -> Tensor:
-            rows: Tensor = original(self, x)
+        def fetched(self: Any, exchange: Any, x: Tensor, tables: Any = tables, original: Any = original) -> Tensor:
+            rows: Tensor = original(self, exchange, x)
             tables.append(weakref.finalize(rows.untyped_storage(), int))
             return rows
 
@@ -334,3 +335,18 @@ def test_sar_chooses_the_fastest_propagation_within_the_memory_limit(
         assert limited.model.propagation.mode == mode and f"messages are {mode}" in remarks[0], (mode, remarks, least)
     with pytest.raises(ConfigError, match=r"a worker needs at least .* found --memory"):
         list(sar_strategy(World(), str(folder), "auto", 100 << 10).train_epoch(0))
+
+
+def test_pipe_refuses_modes_that_fetch_again() -> None:
+    with pytest.raises(ConfigError, match=r"leave out model\.propagate"):
+        PipeConfig().check_model(SimpleLayers("rebuilt"))
+
+
+class SimpleLayers(PygModule):
+    """A module that runs layer by layer."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__(pyg.GCN(IN, HIDDEN, 2))
+        self.propagation = Propagation(mode)
+
+    reads_whole_graph = False

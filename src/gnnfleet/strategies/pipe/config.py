@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
+from gnnfleet.nn.base import Model
+from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
 
@@ -57,6 +59,11 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
     @property
     def runs_layers(self) -> bool:
         return True
+
+    def check_model(self, model: Model) -> None:
+        super().check_model(model)
+        if isinstance(model, PygModule) and model.propagation.mode not in ("auto", "plain"):
+            raise ConfigError("strategy pipe fetches rows of a chunk once: leave out model.propagate")
 
     def check_task(self, task: Task) -> None:
         if task.masks_edges:
