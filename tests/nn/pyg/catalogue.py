@@ -45,6 +45,10 @@ def typed(conv: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor
     return conv(x, edge_index, edge_types(edge_attr))  # type: ignore[no-any-return]
 
 
+def with_attributes(conv: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+    return conv(x, edge_index, edge_attr)  # type: ignore[no-any-return]
+
+
 def signed(conv: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
     is_positive = edge_attr[:, 0] > 0
     return conv(x, edge_index[:, is_positive], edge_index[:, ~is_positive])  # type: ignore[no-any-return]
@@ -136,7 +140,7 @@ CONVOLUTIONS: dict[str, Factory] = {
     "PointNetConv": called(lambda: pyg.PointNetConv(mlp(IN + 3, HIDDEN), mlp(HIDDEN, HIDDEN)), with_positions),
     "GMMConv": two(lambda i, o: pyg.GMMConv(i, o, dim=EDGE_DIM, kernel_size=2), "edge_attr"),
     "NNConv": MODULES["NNConv"],
-    "CGConv": MODULES["CGConv"],
+    "CGConv": called(lambda: pyg.CGConv(IN, EDGE_DIM), with_attributes, IN),
     "EdgeConv": lambda: Two(pyg.EdgeConv(mlp(2 * IN, HIDDEN)), pyg.EdgeConv(mlp(2 * HIDDEN, OUT))),
     "PPFConv": called(lambda: pyg.PPFConv(mlp(IN + 4, HIDDEN), mlp(HIDDEN, HIDDEN)), with_normals),
     "FeaStConv": MODULES["FeaStConv"],
@@ -155,7 +159,7 @@ CONVOLUTIONS: dict[str, Factory] = {
     "SuperGATConv": two(pyg.SuperGATConv),
     "FAConv": called(lambda: pyg.FAConv(IN), with_first_rows, IN),
     "EGConv": lambda: Two(
-        pyg.EGConv(IN, HIDDEN, ["symnorm", "max", "std"], 4), pyg.EGConv(HIDDEN, OUT + 1, num_heads=4)
+        pyg.EGConv(IN, HIDDEN, ["symnorm", "max", "std"], 4), pyg.SAGEConv(HIDDEN, OUT)
     ),
     "PDNConv": two(lambda i, o: pyg.PDNConv(i, o, EDGE_DIM, HIDDEN), "edge_attr"),
     "GeneralConv": MODULES["GeneralConv"],
@@ -203,7 +207,6 @@ VARIANTS: dict[str, Factory] = {
     ),
     "GATConv, no self-loops": two(lambda i, o: pyg.GATConv(i, o, add_self_loops=False)),
     "GENConv, power mean": two(lambda i, o: pyg.GENConv(i, o, aggr="powermean", learn_p=True, msg_norm=True)),
-    "SuperGATConv, sampled edges": two(lambda i, o: pyg.SuperGATConv(i, o, edge_sample_ratio=0.8)),
     "GPSConv, performer": lambda: Two(performer(), pyg.SAGEConv(IN, OUT)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gnnfleet.errors import ConfigError, first_line
+from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.nn.pyg.module import PygModule
-from tests.equivalence.spread import NODES, loss_weights, plain_graph
+from gnnfleet.sharded.module_check import check_layers
+from tests.equivalence.spread import KEY, NODES, loss_weights, plain_graph
 
+TOLERANCE = 1e-10
 Outcome = dict[str, Any]
 
 
@@ -46,7 +51,9 @@ def build(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     module, state = _built(make)
     module.load_state_dict(state)
     module.zero_grad()
-    return module
+    torch.manual_seed(0)  # of draws in its forward pass
+    random.seed(0)
+    return module.train()
 
 
 def outcome(module: torch.nn.Module, out: Tensor, x: Tensor, ids: Tensor) -> Outcome:
@@ -61,8 +68,8 @@ def outcome(module: torch.nn.Module, out: Tensor, x: Tensor, ids: Tensor) -> Out
     }
 
 
-def run_plain(make: Callable[[], torch.nn.Module]) -> Outcome:
-    """The module as torch_geometric runs it."""
+def run_plain(make: Callable[[], torch.nn.Module], evaluated: Tensor | None = None) -> Outcome:
+    """The module as torch_geometric runs it; with ``evaluated`` in evaluation, of which those rows count."""
     graph, module = plain_graph(), build(make)
     edges = graph.single_edges
     assert edges.weight is not None and edges.attr is not None and graph.single_nodes.x is not None
@@ -73,7 +80,9 @@ def run_plain(make: Callable[[], torch.nn.Module]) -> Outcome:
         if key in inspect.signature(module.forward).parameters and getattr(module, f"supports_{key}", True)
     }
     x = graph.single_nodes.x.double().requires_grad_()
-    return outcome(module, module(x, edges.edge_index().long(), **inputs), x, torch.arange(NODES))
+    out = module.train(evaluated is None)(x, edges.edge_index().long(), **inputs)
+    rows = torch.arange(NODES) if evaluated is None else evaluated
+    return outcome(module, out[rows], x, rows)
 
 
 def run_on_view(view: Any, make: Callable[[], torch.nn.Module]) -> Outcome:
@@ -82,6 +91,30 @@ def run_on_view(view: Any, make: Callable[[], torch.nn.Module]) -> Outcome:
     assert features is not None
     x = features.double()[view.node_ids].requires_grad_()
     return outcome(module, PygModule(module)(view, x), x, view.node_ids)
+
+
+def run_on_blocks(make: Callable[[], torch.nn.Module], seeds: Tensor) -> Outcome:
+    """Evaluate layer by layer on blocks with all neighbours; {"whole": reason} of a module without layers."""
+    # Built anew: a trace would keep what earlier passes left in the module.
+    graph, model = plain_graph(), PygModule(_built.__wrapped__(make)[0])
+    model.split(graph)
+    if model.reason_whole:
+        return {"whole": model.reason_whole}
+    blocks = NeighborSampler(graph, [-1] * model.num_layers).blocks({"node": seeds}, KEY)
+    views = [view.with_step(training=False) for view in blocks]
+    assert graph.single_nodes.x is not None
+    x = graph.single_nodes.x.double().requires_grad_()
+    try:
+        actual = outcome(model.module, model.eval()(views, x[views[0].node_ids]), x, seeds)  # type: ignore[union-attr]
+        if largest_error(actual, run_plain(make, seeds)) <= TOLERANCE:
+            return actual
+    except (ConfigError, RuntimeError, IndexError, AssertionError) as error:
+        cause = first_line(error)
+    else:
+        cause = "its layers differ from the module"
+    reason = check_layers(model, graph)
+    assert reason, cause  # a run would not notice
+    return {"whole": reason}
 
 
 def joined(outcomes: list[Outcome]) -> Outcome:

@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.local import LocalView
 from tests.equivalence.spread import KEY, cut_graph, open_view, plain_graph
 from tests.nn.pyg.catalogue import ALL, CONVOLUTIONS, NEEDS_LIBRARY, TABLE
-from tests.nn.pyg.outcomes import Outcome, joined, largest_error, run_on_view, run_plain
+from tests.nn.pyg.outcomes import TOLERANCE, Outcome, joined, largest_error, run_on_blocks, run_on_view, run_plain
 from tests.ranks import RankPool
 
-TOLERANCE = 1e-10
+SEEDS = torch.tensor([3, 17, 25, 40, 55, 8])
 Entries = dict[str, dict[str, str]]
 """{module: {column: entry}}."""
 
@@ -35,6 +37,8 @@ outputs, all gradients and buffers, in float64, on a graph with parallel edges, 
 names the operation whose result depends on the partition: such a run ends before its first epoch.
 
 * `local`: one process. `sar`: 2 ranks with a random partition, 3 ranks of which one has no edges.
+* `blocks`: layer by layer on sampled blocks with all neighbours, in evaluation. *Whole*: convolutions cannot be run one
+  by one, so strategies that need layers refuse the module.
 * {summary}
 * `python -m tests.nn.pyg.table -o docs/pyg-modules.md` writes this page; `tests/nn/pyg/test_table.py` keeps it.
 """
@@ -61,6 +65,11 @@ def on_rank(world: World, path: str, names: list[str]) -> dict[str, Outcome]:
     return run_modules(lambda make: run_on_view(open_view(world, path, 1, 1), make), names)
 
 
+def blocks_entry(name: str) -> str:
+    actual = run_on_blocks(ALL[name], SEEDS)
+    return "whole" if "whole" in actual else f"{largest_error(actual, run_plain(ALL[name], SEEDS)):.0e}"
+
+
 def run_columns(pool: RankPool, folder: Path, names: list[str]) -> dict[str, dict[str, list[Outcome]]]:
     """{column: {module: outcome by rank}}."""
     whole = LocalView.of_graph(plain_graph()).with_step(key=KEY, layer=1)
@@ -78,8 +87,10 @@ def make_entries(pool: RankPool, folder: Path, names: Iterable[str] = ALL) -> En
         warnings.simplefilter("ignore")  # of torch_geometric, of slower code paths
         columns = run_columns(pool, folder, [*names])
         expected = {name: run_plain(ALL[name]) for name in names}
+        blocks = {name: {"blocks": blocks_entry(name)} for name in names}
     return {
-        name: {column: _entry(modules[name], expected[name]) for column, modules in columns.items()} for name in names
+        name: {column: _entry(ranks[name], expected[name]) for column, ranks in columns.items()} | blocks[name]
+        for name in names
     }
 
 

@@ -85,6 +85,8 @@ class _Trace:
     def __init__(self, module: torch.nn.Module, sample: Mapping[str, Tensor]) -> None:
         root = _Root(module, list(sample))
         graph = _Tracer().trace(root)
+        if any(node.op == "get_attr" and str(node.target).startswith("_tensor_constant") for node in graph.nodes):
+            raise NotSplitError("it computes with tensors that are made in its forward pass")
         self._level: dict[fx.Node, int] = {}  # of tensors with node rows
         self._edges: dict[str, fx.Node] = {}  # edge inputs
         self._convolutions: set[fx.Node] = set()

@@ -159,6 +159,9 @@ def _dropout(
 ) -> Tensor:
     if not training or not p or not rules.view.training:
         return input
+    in_stacks = rules.edges is None and rules.row_types is None and input.dim() == 3  # [stacks, nodes, F], as ARMAConv
+    if in_stacks and input.shape[1] == rules.view.num_dst != len(input):
+        return _dropout(rules, func, input.movedim(1, 0), p).movedim(0, 1)
     if rules.edges is not None and not isinstance(rules.edges, SourceIndex):
         raise ConfigError("a module drops messages of edges that are not the graph's: expected edges of edge_index")
     nodes, of_edges = rules.num_dropouts
