@@ -155,7 +155,7 @@ CASES: tuple[Case, ...] = (
     # temporal
     _temporal("tgn", "tgn", static="true", static_epochs=2, average=0.9),
     _temporal("tgat", "tgat", events="drawn", queries="batch", model__layers=2),
-    _temporal("tgn-id", "tgn-id", lost=0.5),
+    _temporal("tgn-id", "tgn-id"),
     _temporal("share", "tgn", 2, "share"),
     _temporal("lanes", "tgn", 2, "lanes", lr_scale="linear"),
     _temporal("copies", "tgn", 2, "copies", prefetch=1),

@@ -121,7 +121,7 @@ def state_keys() -> dict[str, dict[str, list[int]]]:
     from gnnfleet.nn.link import make_decoder
     from gnnfleet.nn.link_config import LinkConfig
     from gnnfleet.nn.model import build_model
-    from gnnfleet.training.build_temporal import build_events
+    from gnnfleet.training.build import build_events
 
     homogeneous = make_dataset("communities", nodes=20, features=4, classes=3, mean_degree=4)
     heterogeneous = make_dataset("shop", users=10, products=10, brands=3, buys=20, views=20, features=4)

@@ -38,8 +38,7 @@ from gnnfleet.ops.native import _native
 from gnnfleet.strategies import protocol
 from gnnfleet.strategies.tma import strategy as tma
 from gnnfleet.training import checkpoint
-from gnnfleet.training.build import build
-from gnnfleet.training.build_temporal import build_events
+from gnnfleet.training.build import build, build_events
 from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.partition_cache import ensure_placement
 from gnnfleet.training.run_dir import RunDirectory

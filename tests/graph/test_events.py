@@ -127,30 +127,10 @@ def test_capture_ratio_is_the_share_of_distinct_ends(seed: int, count: int, size
     assert stream.capture_ratio([size, 1])[0] == expected
 
 
-@given(seed=st.integers(0, 50), count=st.integers(1, 80), loss=st.sampled_from([0.0, 0.2, 0.5, 0.9]))
-@settings(max_examples=60, deadline=None)
-def test_bounded_loss_batches_are_as_long_as_allowed(seed: int, count: int, loss: float) -> None:
-    src, dst, t = random_events(count, seed=seed, nodes=15)
-    stream = event_stream(src, dst, t)
-    bounds = stream.bounded_loss_batches(loss, max_size=20)
-    assert bounds[0] == 0 and bounds[-1] == count
-
-    def fits(lo: int, hi: int) -> bool:
-        whole_ties = hi == count or bool(stream.t[hi] > stream.t[hi - 1])
-        kept = count_distinct_ends(stream.src, stream.dst, [lo, hi])
-        return whole_ties and 2 * (hi - lo) - kept <= loss * 2 * (hi - lo)
-
-    for lo, hi in itertools.pairwise(bounds):
-        assert hi == count or stream.t[hi] > stream.t[hi - 1]
-        allowed = [end for end in range(lo + 1, min(lo + 20, count) + 1) if fits(lo, end)]
-        tie = next(end for end in range(lo + 1, count + 1) if end == count or stream.t[end] > stream.t[lo])
-        assert hi == (allowed[-1] if allowed else tie)
-
-
 def test_an_empty_stream_has_empty_batches_and_splits() -> None:
     none = torch.empty(0, dtype=torch.int64)
     stream = event_stream(none, none, none)
-    assert stream.batches(5) == [0] and stream.bounded_loss_batches(0.5, max_size=5) == [0]
+    assert stream.batches(5) == [0]
     assert [len(part) for part in stream.split()] == [0, 0, 0]
 
 

@@ -10,8 +10,7 @@ import torch
 
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
-from gnnfleet.nn.edgebank import EdgeBank, edgebank_ranks, time_window
-from gnnfleet.nn.ranking import mrr, ranks_in_own_list
+from gnnfleet.nn.ranking import EdgeBank, edgebank_ranks, mrr, ranks_in_own_list, time_window
 from tests.graphs import event_stream
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.nn.temporal.pairs import NUM_FEATURES, PairFeatures
+from gnnfleet.nn.temporal.decoders import NUM_FEATURES, PairFeatures
 from tests.graphs import event_stream
 
 

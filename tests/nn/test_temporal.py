@@ -9,8 +9,7 @@ from torch import Tensor
 from gnnfleet.nn.config import make_config
 from gnnfleet.nn.temporal import EventBlock, EventDims, Hop, TemporalModel
 from gnnfleet.nn.temporal.attention import TemporalAttention
-from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
-from gnnfleet.nn.temporal.pairs import NUM_FEATURES
+from gnnfleet.nn.temporal.decoders import NUM_FEATURES, ClassDecoder, EventDecoder
 from gnnfleet.ops.draws import DrawKey, Purpose
 from gnnfleet.ops.dropout import dropout_mask
 

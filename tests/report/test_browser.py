@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gnnfleet.report.http import PageServer
-from gnnfleet.report.page import page_data, render_page
+from gnnfleet.report.page import PageServer, page_data, render_page
 from gnnfleet.report.run_reader import read_run
 from tests.report.browser import Browser
 from tests.report.runs import write_run

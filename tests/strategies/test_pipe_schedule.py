@@ -14,7 +14,8 @@ from gnnfleet.comm.world import World
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, open_chunk_layouts, write_chunk_layouts
 from gnnfleet.graph.store import save_store
-from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share, chunk_order, split_layers
+from gnnfleet.report.timeline_svg import ChunkSpan
+from gnnfleet.strategies.pipe.schedule import bubble_share, chunk_order, split_layers
 from tests.equivalence.spread import typed_graph
 from tests.graphs import communities
 from tests.ranks import RankPool

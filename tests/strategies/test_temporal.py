@@ -314,27 +314,6 @@ def test_the_memory_before_all_events_is_empty() -> None:
         assert torch.equal(table, fresh._memory_after(train).tables[name])
 
 
-def test_batches_end_before_too_many_updates_are_lost() -> None:
-    """Training, replays and resumed runs use these batches."""
-    graph, settings = events(), {"strategy": {"batch": 40, "max_lost_updates": 0.5, "eval_batch": 40}}
-    strategy, plain = (
-        build_strategy(graph, settings),
-        build_strategy(graph, {"strategy": {"batch": 40, "eval_batch": 40}}),
-    )
-    train = strategy.task.parts["train"]
-    bounds = list(strategy.scheduler.bounds)
-    assert bounds == train.bounded_loss_batches(0.5, max_size=40) and len(bounds) > len(plain.scheduler.bounds)
-    assert [record.count for record in strategy.train_epoch(0)] == [high - low for low, high in pairwise(bounds)]
-    trained = deepcopy(strategy.scheduler.shared.memory)
-    copy = build_strategy(graph, settings)
-    copy.model.load_state_dict(strategy.model.state_dict())
-    replayed = copy._memory_after(len(train))
-    for name in ("mail_event", "memory_event"):  # the batches are the same, the weights differ
-        assert torch.equal(replayed.tables[name], trained.tables[name])
-    other = plain._memory_after(len(train))
-    assert not torch.equal(replayed.tables["memory_event"], other.tables["memory_event"])
-
-
 def test_static_rows_depend_on_training_events_only() -> None:
     stream = EventStream.of(events())
     train = len(stream.split()[0])

@@ -53,7 +53,7 @@ def report(
     if serve:
         if output is not None:
             raise ConfigError("--serve writes no file: leave out --output or --serve")
-        from gnnfleet.report.http import serve_page
+        from gnnfleet.report.page import serve_page
 
         def data() -> dict[str, Any]:
             latest = read()

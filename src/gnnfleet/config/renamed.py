@@ -17,7 +17,6 @@ RENAMED: dict[str, dict[str, str]] = {
         "here": "local_trainers",
     },
     "temporal": {
-        "lost": "max_lost_updates",
         "share": "batch_parallel",
         "lanes": "epoch_parallel",
         "copies": "memory_parallel",
@@ -31,6 +30,7 @@ RENAMED_VALUES: dict[tuple[str, str], dict[str, str]] = {
 """{(strategy, option): {value in 0.1.0: value today}}."""
 
 REMOVED: dict[tuple[str, str], str] = {
+    ("temporal", "lost"): "no run gained from it: set strategy.batch, or batch=auto",
     ("tma", "redeal"): "new assignments of nodes made runs slower and no better",
     ("tma", "combine"): "trainers are averaged by strategy.weighting",
     ("tma", "temperature"): "it belonged to strategy.combine=soft_medoid",

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
+from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.graph.sampling.batches import epoch_batches
 from gnnfleet.graph.sampling.loader import prepare_backward
 from gnnfleet.graph.sampling.sampler import NeighborSampler
-from gnnfleet.graph.views.local import LocalView
+from gnnfleet.graph.views.local import LocalEdges, LocalView
+from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import rss
-from gnnfleet.sharded.full_batch.active_row_counts import SubPartition, sub_partition
-from gnnfleet.sharded.step_tracer import ones_like, resized_copy
+from gnnfleet.sharded.step_tracer import resized_copy
 from gnnfleet.strategies.batch_inputs import should_cache_aggregate
 from gnnfleet.strategies.estimates import MachineProfile
 from gnnfleet.strategies.job import Job
@@ -56,39 +57,50 @@ def _base_memory() -> float:
 
 def _profile_full_batch(job: Job, shard: Shard, cached: bool) -> tuple[float, float]:
     """Seconds per (row, edge) of a layer: a step on the first rows of a part without edges, then with them."""
-    num_rows = sum(shard.nodes(kind).count for kind in shard.node_types)
-    num_edges = sum(len(shard.block(kind, "in", q).cols) for kind in shard.edge_types for q in range(shard.parts))
-    share = min(1.0, MAX_SAMPLE_ROWS / max(num_rows, 1), MAX_SAMPLE_EDGES / max(num_edges, 1))
-    sample = sub_partition(shard, share)
-    model, dtype = resized_copy(job.model, sample.sources), job.dtype
-    features = {kind: _random_features(shard, kind, count, dtype) for kind, count in sample.sources.items()}
+    sample = _sample_view(job.graph, shard)
+    counts = {kind: rows.num_dst for kind, rows in sample.nodes.items()}
+    model = resized_copy(job.model, counts)
+    features = {kind: _random_features(job, kind, count) for kind, count in counts.items()}
     x = features if len(features) > 1 else next(iter(features.values()))
     seconds = []
-    for has_edges in (False, True):
-        view = _sample_view(shard, sample, has_edges=has_edges).with_step(key=DrawKey())
+    for view in (replace(sample, relations={kind: _without_edges(e) for kind, e in sample.relations.items()}), sample):
         aggregated = model.precompute(view, x) if cached else None
         step = partial(run_step_on_blocks, model, [view] * model.num_layers, x, aggregated, job.precision)
         seconds.append(_fastest(step) / model.num_layers)
-    rows = sum(sample.sources.values())
-    edges = sum(ends.shape[1] for ends in sample.edge_index.values())
-    return seconds[0] / max(1, rows), max(0.0, seconds[1] - seconds[0]) / max(1, edges)
+    edges = sum(relation.structure.num_edges for relation in sample.relations.values())
+    return seconds[0] / max(1, sum(counts.values())), max(0.0, seconds[1] - seconds[0]) / max(1, edges)
 
 
-def _random_features(shard: Shard, kind: str, count: int, dtype: torch.dtype) -> Tensor:
-    x = shard.nodes(kind).x
-    return torch.randn(count, 0 if x is None else int(x.shape[1]), dtype=dtype)
+def _random_features(job: Job, kind: str, count: int) -> Tensor:
+    x = job.graph.nodes[kind].x
+    return torch.randn(count, 0 if x is None else int(x.shape[1]), dtype=job.dtype)
 
 
-def _sample_view(shard: Shard, sample: SubPartition, *, has_edges: bool) -> LocalView:
-    nodes = {kind: validated_nodes(count) for kind, count in sample.sources.items()}
-    edges = {}
-    for name, ends in sample.edge_index.items():
-        kind = EdgeType(*name)
-        ends = ends if has_edges else ends[:, :0]
-        weight, attr = (ones_like(shard.edge_data(kind, field), ends.shape[1]) for field in ("weight", "attr"))
-        num_src, num_dst = sample.sources[kind.src], sample.sources[kind.dst]
-        edges[kind] = validated_edges(ends, num_src=num_src, num_dst=num_dst, weight=weight, attr=attr)
-    return LocalView.of_graph(Graph.of(nodes, edges))
+def _sample_view(graph: Graph, shard: Shard) -> LocalView:
+    """The first rows of a part with all their in-edges; the sources are rows without edges."""
+    num_rows = sum(shard.nodes(kind).count for kind in shard.node_types)
+    num_edges = graph.num_edges // shard.parts
+    share = min(1.0, MAX_SAMPLE_ROWS / max(num_rows, 1), MAX_SAMPLE_EDGES / max(num_edges, 1))
+    ids = {kind: shard.nodes(kind).store_ids for kind in shard.node_types}
+    seeds = {kind: rows[: max(1, round(share * len(rows)))] for kind, rows in ids.items()}
+    if not num_rows:
+        seeds = {next(iter(ids)): torch.zeros(1, dtype=torch.int64)}
+    (block,) = NeighborSampler(graph, [-1]).blocks(seeds, DrawKey())
+    nodes = {
+        kind: replace(rows, node_ids=torch.arange(len(rows.node_ids)), num_dst=len(rows.node_ids))
+        for kind, rows in block.nodes.items()
+    }
+    relations = {}
+    for kind, edges in block.relations.items():
+        indptr, added = edges.structure.indptr, nodes[kind.dst].num_dst - edges.structure.num_rows
+        structure = replace(edges.structure, indptr=torch.cat([indptr, indptr[-1:].expand(added)]))
+        relations[kind] = replace(edges, structure=structure)
+    return replace(block, nodes=nodes, relations=relations)
+
+
+def _without_edges(edges: LocalEdges) -> LocalEdges:
+    structure = edges.structure
+    return edges.select(CSR(torch.zeros_like(structure.indptr), structure.col[:0], structure.num_cols), slice(0))
 
 
 def _fastest(work: Callable[[], object]) -> float:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
 _LEFT, _RIGHT, _ROW, _GAP, _WIDTH, _TOP = 130, 40, 26, 6, 1000, 56
 
 
-class TimelineSlot(Protocol):
-    """A span of work on a chunk."""
+@dataclass(frozen=True)
+class ChunkSpan:
+    """The time that a rank computed a chunk."""
 
-    @property
-    def stage(self) -> int: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def is_backward(self) -> bool: ...
-    @property
-    def begin(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def busy(self) -> float: ...
+    stage: int
+    partition: int
+    slot: int
+    chunk: int
+    is_backward: bool
+    begin: float  # seconds
+    end: float
+    busy: float  # seconds of CPU time
 
 
-def draw_schedule(slots: Sequence[TimelineSlot], stages: int, partitions: int) -> str:
+def draw_schedule(slots: Sequence[ChunkSpan], stages: int, partitions: int) -> str:
     """SVG of one epoch: stages from top to bottom, seconds from left to right; backward is darker."""
     first, last = min(slot.begin for slot in slots), max(slot.end for slot in slots)
     scale = _WIDTH / max(last - first, 1e-9)

@@ -136,38 +136,10 @@ class EventStream:
         number = np.arange(len(self))
         return [float((self._previous < number - number % size).sum()) / (2 * len(self)) for size in sizes]
 
-    def bounded_loss_batches(self, loss: float, *, max_size: int) -> list[int]:
-        """Boundaries of the longest batches of up to ``max_size`` events that lose at most a share ``loss`` of updates.
-
-        Events of equal time are never split, so a batch with a single time may be longer and lose more.
-        """
-        if not 0 <= loss < 1 or max_size < 1:
-            raise ConfigError(
-                f"a batch must lose a share 0 <= loss < 1 of updates and have 1 event or more, found {loss}, {max_size}"
-            )
-        bounds = [0]
-        while bounds[-1] < len(self):
-            lo = bounds[-1]
-            hi = min(lo + max_size, len(self))
-            lost = (self._previous[:, lo:hi] >= lo).sum(0).cumsum()
-            fits = lost <= loss * 2 * np.arange(1, hi - lo + 1)
-            fits &= self._ends_ties[lo:hi]
-            longest = np.flatnonzero(fits)
-            bounds.append(lo + int(longest[-1]) + 1 if len(longest) else self._end_of_ties(lo))
-        return bounds
-
     def temporal_neighbors(self) -> TemporalNeighbors:
         """Index the neighbours of every node by time; the stream must start with event 0."""
         assert self.first == 0, "rows of a later slice are not the numbers of its events"
         return TemporalNeighbors(self.src, self.dst, self.t, self.num_nodes)
-
-    @cached_property
-    def _ends_ties(self) -> NDArray[np.bool_]:
-        """[E] bool: True for the last event of each time."""
-        ends = np.ones(len(self), dtype=bool)
-        t = self.t.numpy()
-        ends[:-1] = t[1:] != t[:-1]
-        return ends
 
     @cached_property
     def _previous(self) -> NDArray[np.int64]:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,13 +172,11 @@ class LocalView(ViewBase[LocalEdges]):
         src: Tensor,
         dst: Tensor,
         score: str = "add",
-        vector: Tensor | None = None,
         edge: Tensor | None = None,
-        heads: int | None = None,
-        slope: float = 0.2,
         dropout: float = 0.0,
         mask_id: int = 0,
         self_loops: bool = False,
+        **options: Any,
     ) -> Tensor:
         dropout = dropout if self.training else 0.0
         structure, ids = self._edges.structure, self._edges.edge_ids if dropout else None
@@ -191,39 +190,20 @@ class LocalView(ViewBase[LocalEdges]):
             src=src,
             dst=first_rows(dst, self.num_dst),
             score=score,
-            vector=vector,
             edge=edge,
-            heads=heads,
-            slope=slope,
             dropout=dropout,
             draws=self.key.draws(Purpose.ATTENTION, self.layer, relation=mask_id),
             edge_ids=ids,
+            **options,
         )
 
     def propagate(
-        self,
-        message: Message,
-        *,
-        src: Mapping[str, Tensor] | None = None,
-        dst: Mapping[str, Tensor] | None = None,
-        edge: Mapping[str, Tensor] | None = None,
-        params: Sequence[Tensor] = (),
-        reduce: str = "sum",
+        self, message: Message, *, dst: Mapping[str, Tensor] | None = None, reduce: str = "sum", **inputs: Any
     ) -> Tensor:
         dst = {name: first_rows(tensor, self.num_dst) for name, tensor in (dst or {}).items()}
         edges = self._edges
-        out = propagate(
-            edges.structure,
-            message,
-            src=src,
-            dst=dst,
-            edge=edge,
-            params=params,
-            reduce=reduce,
-            edge_ids=edges.edge_ids,
-            ties=edges.tie_ids,
-        )
-        return edges.scaled(out, reduce)
+        inputs |= {"dst": dst, "reduce": reduce, "edge_ids": edges.edge_ids, "ties": edges.tie_ids}
+        return edges.scaled(propagate(edges.structure, message, **inputs), reduce)
 
     def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
         edge_type = edge_type or self._edge_type

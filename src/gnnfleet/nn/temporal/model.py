@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.temporal.attention import EventBlock, TemporalAttention
-from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
-from gnnfleet.nn.temporal.pairs import NUM_FEATURES
+from gnnfleet.nn.temporal.decoders import NUM_FEATURES, ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gru import gru

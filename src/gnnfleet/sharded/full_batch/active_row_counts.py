@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from gnnfleet.graph.partition.shard import DIRECTIONS, Shard
 from gnnfleet.graph.views.view import MANY_SOURCES
-from gnnfleet.sharded.full_batch.active_rows import MAX_ACTIVE_SHARE, Masks, concat_ranges, source_masks
+from gnnfleet.sharded.full_batch.active_rows import MAX_ACTIVE_SHARE, Masks, source_masks
 from gnnfleet.sharded.step_tracer import RouteKey
 
 
@@ -117,44 +116,3 @@ def _count_edges(shard: Shard, targets: Masks, q: int) -> int:
         block = shard.block(kind, "in", q)
         total += int(block.indptr.diff()[targets[kind.dst][block.rows.long()]].sum())
     return total
-
-
-@dataclass(frozen=True, eq=False)
-class SubPartition:
-    """The first rows of a partition with all their in-edges, relabelled; [2, E] by edge type."""
-
-    rows: Mapping[str, int]  # destinations; they come first
-    sources: Mapping[str, int]  # all rows
-    edge_index: Mapping[tuple[str, str, str], Tensor]
-
-
-def sub_partition(shard: Shard, share: float) -> SubPartition:
-    """A share of the rows of every node type, with their in-edges."""
-    rows = {kind: max(1, min(count, round(share * count))) for kind, count in _counts(shard).items()}
-    remote: dict[str, list[Tensor]] = {kind: [torch.empty(0, dtype=torch.int64)] for kind in rows}
-    ends: dict[tuple[str, str, str], tuple[Tensor, Tensor]] = {}
-    for kind in shard.edge_types:
-        start, lists = _counts(shard)[kind.src], []
-        for q in range(shard.parts):
-            block = shard.block(kind, "in", q)
-            selected = (block.rows < rows[kind.dst]).nonzero()[:, 0]
-            count = block.indptr.diff()[selected]
-            cols = block.cols[concat_ranges(block.indptr[selected], count)].long()
-            dst = block.rows[selected].long().repeat_interleave(count)
-            # Remote rows are numbered after local ones, partition by partition.
-            lists.append((cols if q == shard.part else cols + start, dst))
-            start += 0 if q == shard.part else len(shard.plan(kind.src, "in").recv[q])
-        src, dst = (torch.cat(tensors) for tensors in zip(*lists, strict=True))
-        ends[kind.src, kind.relation, kind.dst] = src, dst
-        remote[kind.src].append(src[src >= rows[kind.src]])
-    remote_rows = {kind: torch.unique(torch.cat(src_rows)) for kind, src_rows in remote.items()}
-    edge_index = {}
-    for edge_type, (src, dst) in ends.items():
-        local = rows[edge_type[0]]
-        relabelled = torch.where(src < local, src, local + torch.searchsorted(remote_rows[edge_type[0]], src))
-        edge_index[edge_type] = torch.stack([relabelled, dst])
-    return SubPartition(rows, {kind: count + len(remote_rows[kind]) for kind, count in rows.items()}, edge_index)
-
-
-def _counts(shard: Shard) -> dict[str, int]:
-    return {kind: shard.nodes(kind).count for kind in shard.node_types}

@@ -7,9 +7,9 @@ the last stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gnnfleet.ops.draws import DrawKey, Purpose
+from gnnfleet.report.timeline_svg import ChunkSpan
 
 
 def chunk_order(seed: int, epoch: int, partition: int, chunks: int, *, shuffle: bool) -> list[int]:
@@ -41,20 +41,6 @@ def split_layers(costs: Sequence[float], stages: int) -> list[range]:
         ranges.append(range(low, high))
         high = low
     return ranges[::-1]
-
-
-@dataclass(frozen=True)
-class ChunkSpan:
-    """The time that a rank computed a chunk."""
-
-    stage: int
-    partition: int
-    slot: int
-    chunk: int
-    is_backward: bool
-    begin: float  # seconds
-    end: float
-    busy: float  # seconds of CPU time
 
 
 def bubble_share(spans: Sequence[ChunkSpan], stages: int) -> float:

@@ -21,7 +21,7 @@ from gnnfleet.comm.collectives import all_gather_bytes, all_gather_json, all_gat
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.report.timeline_svg import draw_schedule
+from gnnfleet.report.timeline_svg import ChunkSpan, draw_schedule
 from gnnfleet.strategies.job import Job
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.pipe.config import PipeConfig
@@ -36,7 +36,7 @@ from gnnfleet.strategies.pipe.grid_planner import (
 )
 from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
 from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_cluster, profile_model
-from gnnfleet.strategies.pipe.schedule import ChunkSpan, bubble_share
+from gnnfleet.strategies.pipe.schedule import bubble_share
 from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, Reporting, State, StepRecord
 from gnnfleet.tasks.base import RowLookup
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.nn.temporal.attention import EventBlock, Hop
+from gnnfleet.nn.temporal.decoders import PairFeatures
 from gnnfleet.nn.temporal.model import TemporalModel
-from gnnfleet.nn.temporal.pairs import PairFeatures
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.temporal_neighbors import TemporalNeighbors
 from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory

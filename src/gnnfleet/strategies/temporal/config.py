@@ -22,9 +22,6 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     name: Literal["temporal"] = "temporal"
     # Events of a mini-batch, plus further ones at the time of the last. auto: the largest that captures enough updates.
     batch: AutoCount = 600
-    # Only the last event of a node in a batch updates its memory. Batches end before a larger share of updates is lost;
-    # 1: no limit.
-    max_lost_updates: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
     # DistTGL's mini-batch × epoch × memory parallelism; the product is the number of workers. auto: planned.
     batch_parallel: AutoCount = "auto"
     epoch_parallel: AutoCount = "auto"

@@ -38,10 +38,8 @@ def estimate(config: TemporalConfig, context: EventPlanningContext) -> list[Cost
 
 class _LayoutPlanner:
     def __init__(self, config: TemporalConfig, context: EventPlanningContext) -> None:
-        train, lost = context.job.task.parts["train"], config.max_lost_updates
-        size = config.batch_size
         self._config, self._context = config, context
-        self._bounds = train.batches(size) if lost == 1 else train.bounded_loss_batches(lost, max_size=size)
+        self._bounds = context.job.task.parts["train"].batches(config.batch_size)
         weights = list(context.job.model.parameters())
         self._weight_bytes = sum(weight.nbytes for weight in weights)
         # A sum of gradients also counts, for each parameter, the ranks that have one; loss and events travel with it.

@@ -20,10 +20,9 @@ from gnnfleet.comm.collectives import all_gather_rows
 from gnnfleet.comm.world import World
 from gnnfleet.graph.events.event_stream import EventStream
 from gnnfleet.graph.events.negatives import AllDestinations
-from gnnfleet.nn.edgebank import edgebank_ranks, time_window
 from gnnfleet.nn.heads import MetricState
 from gnnfleet.nn.link import link_loss
-from gnnfleet.nn.ranking import average_precision, mrr, ranks_in_own_list
+from gnnfleet.nn.ranking import average_precision, edgebank_ranks, mrr, ranks_in_own_list, time_window
 from gnnfleet.nn.temporal.decoders import ClassDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey

@@ -157,21 +157,10 @@ class TemporalStrategy(Reporting):
         layout, reason = choose_layout(resources, config.batch_size, config.requested_layout)
         if job.world.size > 1:
             job.log_user(reason)
-        bounds = self._bounds()
+        bounds = job.task.parts["train"].batches(config.batch_size)
         tables = NodeMemory.layout(nodes, width, dtype)
         schedule = Schedule(layout, len(bounds) - 1)
         return MemoryScheduler(job.world, schedule, bounds, self._build_batch, tables, job.task.stream)
-
-    def _bounds(self) -> list[int]:
-        train, size, lost = self._job.task.parts["train"], self._config.batch_size, self._config.max_lost_updates
-        if lost == 1:
-            return train.batches(size)
-        bounds = train.bounded_loss_batches(lost, max_size=size)
-        mean = len(train) / max(len(bounds) - 1, 1)
-        self._job.log_user(
-            f"Batches have {mean:.0f} events on average and at most {size}, to lose at most {lost:.0%} of node updates."
-        )
-        return bounds
 
     def _make_lr_schedule(self) -> LrSchedule:
         config, batches = self._config, self._batches_per_step
