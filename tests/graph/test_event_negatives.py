@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
+from gnnfleet.graph.events.event_stream import AllDestinations, NegativeSampler
 from tests.graphs import event_stream
 
 DESTINATIONS = torch.arange(40, 100, 3)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
+from gnnfleet.graph.events.event_stream import AllDestinations, EventStream, NegativeSampler
 from gnnfleet.nn.ranking import EdgeBank, edgebank_ranks, mrr, ranks_in_own_list, time_window
 from tests.graphs import event_stream
 

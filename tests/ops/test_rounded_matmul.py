@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops import rounded_matmul as rounded_matmul_module
-from gnnfleet.ops.gru import gru
+from gnnfleet.ops.gru import gru, time_features
 from gnnfleet.ops.native import _native
 from gnnfleet.ops.rounded_matmul import rounded_matmul, sum_linear_float32
-from gnnfleet.ops.time_features import time_features
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

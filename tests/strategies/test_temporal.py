@@ -15,8 +15,7 @@ from torch import Tensor
 from gnnfleet.config.resolve import overlay, resolve
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations, NegativeSampler
+from gnnfleet.graph.events.event_stream import AllDestinations, EventStream, NegativeSampler
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.ranking import average_precision
 from gnnfleet.ops.draws import DrawKey

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from gnnfleet.comm.message_store import MessageStore
-from gnnfleet.strategies.tma.coordinator_client import CoordinatorClient
-from gnnfleet.strategies.tma.protocol import RunMessages
+from gnnfleet.strategies.tma.protocol import CoordinatorClient, RunMessages
 from tests.faults.trials import wait_until
 
 

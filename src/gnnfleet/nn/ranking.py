@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import MAX_REJECTION_COUNT, AllDestinations, NegativeSampler
+from gnnfleet.graph.events.event_stream import MAX_REJECTION_COUNT, AllDestinations, EventStream, NegativeSampler
 
 
 def ranks_in_own_list(positive: Tensor, negative: Tensor, mask: Tensor | None = None) -> Tensor:

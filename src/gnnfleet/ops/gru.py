@@ -1,4 +1,4 @@
-"""A GRU cell: matrix products and one fused pass over its gates (``csrc/gates.cpp``), forward and backward.
+"""Kernels of temporal models: a GRU cell with one fused pass over its gates (``csrc/gates.cpp``), cosines of times.
 
 n rows, D columns of a memory.
 """
@@ -74,3 +74,31 @@ class _Gru(torch.autograd.Function):
             )
         ]
         return None, dmemory, dweight_ih, dweight_hh, dgates_ih.sum(0), dgates_hh.sum(0), *dinputs
+
+
+_WORK = 16
+"""Cost of a cosine in multiply-adds."""
+
+
+def time_features(since: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """[n, T] cos(since · weight + bias) of times [n], with the argument in float64; times have no gradient."""
+    if since.device.type != "cpu":
+        return torch.cos(since[:, None] * weight + bias)
+    out: Tensor = _TimeFeatures.apply(since, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _TimeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, since: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        cosine, sine = (since.new_empty(len(since), len(weight)) for _ in range(2))
+        _native.cosines(since, weight, bias, cosine, sine, num_threads(cosine.numel() * _WORK))
+        ctx.save_for_backward(since, sine)
+        return cosine
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        since, sine = ctx.saved_tensors
+        change = sine * grad
+        return None, -(since @ change), -change.sum(0)

@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import NegativeSampler
+from gnnfleet.graph.events.event_stream import EventStream, NegativeSampler
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.link import link_loss, softmax_loss
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder

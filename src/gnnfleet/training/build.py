@@ -14,8 +14,7 @@ from torch import Tensor
 from gnnfleet.comm.world import World
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, InputError
-from gnnfleet.graph.events.event_stream import EventStream, event_edge_type, is_event_graph
-from gnnfleet.graph.events.negatives import NegativeSampler
+from gnnfleet.graph.events.event_stream import EventStream, NegativeSampler, event_edge_type, is_event_graph
 from gnnfleet.graph.graph import NO_SPLIT, TEST, Graph, Nodes
 from gnnfleet.graph.split import SplitShares, parse_rule, split_nodes
 from gnnfleet.nn.base import Model

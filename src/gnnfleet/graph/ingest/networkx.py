@@ -14,8 +14,7 @@ import numpy as np
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NO_SPLIT, NODE, SPLITS, Graph, validated_edges, validated_nodes
-from gnnfleet.graph.ingest.arrays_file import locate_errors
-from gnnfleet.graph.ingest.relations import Array, take_rows
+from gnnfleet.graph.ingest.relations import Array, locate_errors, take_rows
 from gnnfleet.graph.ingest.spec import SPLIT_CODES
 
 AttributeNames = str | Sequence[str] | None

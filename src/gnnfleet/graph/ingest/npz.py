@@ -22,9 +22,16 @@ import torch
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes, masks_to_split, validated_edges, validated_nodes
-from gnnfleet.graph.ingest.arrays_file import ArraysFile, locate_errors
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import SINGLE_RELATION, Array, NodeTypeIndex, relation_names, take_rows
+from gnnfleet.graph.ingest.relations import (
+    SINGLE_RELATION,
+    Array,
+    ArraysFile,
+    NodeTypeIndex,
+    locate_errors,
+    relation_names,
+    take_rows,
+)
 
 _log = logging.getLogger(__name__)
 _PER_NODE = ("x", "y", "y_multi", "train_mask", "val_mask", "test_mask", "ids", "node_name", "node_type")

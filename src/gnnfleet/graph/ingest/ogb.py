@@ -20,9 +20,16 @@ from pyarrow import csv
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import EDGE, NODE, Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
-from gnnfleet.graph.ingest.arrays_file import ArraysFile, load_pt, locate_errors
 from gnnfleet.graph.ingest.clean import clean_edges
-from gnnfleet.graph.ingest.relations import Array, check_links, split_relations, take_rows
+from gnnfleet.graph.ingest.relations import (
+    Array,
+    ArraysFile,
+    check_links,
+    load_pt,
+    locate_errors,
+    split_relations,
+    take_rows,
+)
 
 _log = logging.getLogger(__name__)
 UNDIRECTED_DATASETS = ("products", "proteins", "ppa", "ppassoc", "collab", "ddi")

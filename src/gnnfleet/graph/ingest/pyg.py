@@ -20,9 +20,8 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NODE, SPLITS, Edges, EdgeType, Graph, Nodes, validated_edges, validated_nodes
-from gnnfleet.graph.ingest.arrays_file import load_pt, locate_errors
 from gnnfleet.graph.ingest.clean import is_undirected
-from gnnfleet.graph.ingest.relations import check_links, split_relations, take_rows
+from gnnfleet.graph.ingest.relations import check_links, load_pt, locate_errors, split_relations, take_rows
 
 _log = logging.getLogger(__name__)
 _LINKS = {name: f"{name}_edge_index" for name in ("val", "test", "val_neg", "test_neg")}

@@ -8,6 +8,7 @@ memory map: the pages of a graph larger than memory would accumulate in the proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,3 +124,15 @@ def _merge(by_type: list[tuple[NumpyArray, NumpyArray]], index: type) -> NumpyAr
         return (np.sort(row << 32 | source) & 0xFFFFFFFF).astype(index)
     merged: NumpyArray = source[np.lexsort((source, row))]
     return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionRequest:
+    """Number of parts, and how to balance and search."""
+
+    parts: int
+    weights: NumpyArray  # [nodes] balanced over the parts, never all zero
+    seed: int = 0
+    imbalance: float = 0.03  # heaviest part over the mean, minus one: METIS's own default
+    clusters: int | None = None  # super: number of mini-clusters
+    tries: int = 5  # mincut: number of seeds; the smallest cut is used

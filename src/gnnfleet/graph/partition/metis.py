@@ -13,8 +13,7 @@ import pymetis
 import torch
 
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
-from gnnfleet.graph.partition.request import PartitionRequest
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionRequest
 from gnnfleet.ops import csr
 from gnnfleet.report.progress import Progress
 

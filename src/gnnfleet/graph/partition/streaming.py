@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, NumpyArray
+from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, NumpyArray, PartitionRequest
 from gnnfleet.graph.partition.metis import metis_kway
-from gnnfleet.graph.partition.request import PartitionRequest
 from gnnfleet.ops.native import _native
 from gnnfleet.report.progress import Progress
 

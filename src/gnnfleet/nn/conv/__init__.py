@@ -2,8 +2,8 @@
 
 from gnnfleet.nn.conv.gat import GATConv as GATConv
 from gnnfleet.nn.conv.gat import GATv2Conv as GATv2Conv
+from gnnfleet.nn.conv.gcn import GCN2Conv as GCN2Conv
 from gnnfleet.nn.conv.gcn import GCNConv as GCNConv
-from gnnfleet.nn.conv.gcn2 import GCN2Conv as GCN2Conv
 from gnnfleet.nn.conv.gin import GINConv as GINConv
 from gnnfleet.nn.conv.resplus import GENConv as GENConv
 from gnnfleet.nn.conv.resplus import ResPlusBlock as ResPlusBlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.time_features import time_features
+from gnnfleet.ops.gru import time_features
 
 
 class TimeEncoding(torch.nn.Module):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gnnfleet.comm.collectives import all_gather_rows
 from gnnfleet.comm.world import World
-from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.graph.events.negatives import AllDestinations
+from gnnfleet.graph.events.event_stream import AllDestinations, EventStream
 from gnnfleet.nn.heads import MetricState
 from gnnfleet.nn.link import link_loss
 from gnnfleet.nn.ranking import average_precision, edgebank_ranks, mrr, ranks_in_own_list, time_window

@@ -27,8 +27,14 @@ from gnnfleet.report.phase_timer import EXCHANGE, WAIT, PhaseTimer
 from gnnfleet.strategies.protocol import StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import FlatLayout, is_state_of
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator_client import CoordinatorClient
-from gnnfleet.strategies.tma.protocol import POLL_INTERVAL, RoundStart, RunMessages, RunState, TrainerUpdate
+from gnnfleet.strategies.tma.protocol import (
+    POLL_INTERVAL,
+    CoordinatorClient,
+    RoundStart,
+    RunMessages,
+    RunState,
+    TrainerUpdate,
+)
 
 _MAX_IDLE_EPOCHS = 1000  # in a row, without items to train on
 
