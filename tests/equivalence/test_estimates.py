@@ -186,11 +186,9 @@ def layer_loads(world: World, parts: str, seeds: list[int], layers: int) -> list
         plans = {("node", direction): blocks.exchange_plan("node", direction) for direction in ("in", "out")}
         edges = sum(relation.num_edges for relation in blocks.edges.values())
         rows = blocks.nodes["node"].num_dst
-        send_counts = {direction: tuple(map(len, plan.send_rows)) for direction, plan in plans.items()}
+        send_counts = {direction: sum(map(len, plan.send_rows)) for direction, plan in plans.items()}
         loads.append(
-            LayerLoad(
-                rows, edges, send_counts, {direction: tuple(plan.recv_counts) for direction, plan in plans.items()}
-            )
+            LayerLoad(rows, edges, send_counts, {direction: sum(plan.recv_counts) for direction, plan in plans.items()})
         )
     return loads
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,8 +31,6 @@ KIND = "checkpoint"
 @dataclass(frozen=True)
 class TrainState:
     """Progress of a run and its best evaluation so far."""
-
-    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
     epoch: int = 0  # epochs done
     step: int = 0  # optimizer steps done
@@ -123,7 +120,19 @@ def load_checkpoint(path: Path) -> tuple[State, TrainState, int]:
         bundle = Bundle.open(path, KIND)
         bundle.verify()
         state = {part: load_file(path / f"{part}.safetensors") for part in bundle.meta["parts"]}
-        return state, TypeAdapter(TrainState).validate_python(bundle.meta["position"]), int(bundle.meta["seed"])
+        return state, _position(bundle.meta["position"]), int(bundle.meta["seed"])
+
+
+def _position(fields: Mapping[str, Any]) -> TrainState:
+    """Position from its JSON fields; raises TypeError for wrong fields or types."""
+    position = TrainState(**fields)
+    for name, default in asdict(TrainState()).items():
+        value = getattr(position, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if default is None else (type(default), int)):
+            if value is None and default is None:
+                continue
+            raise TypeError(f"{name} is {value!r}")
+    return position
 
 
 def load_sharded(path: Path, *, rank: int, ids: Mapping[str, Tensor]) -> State:

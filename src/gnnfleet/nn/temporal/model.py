@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.temporal.attention import EventBlock, TemporalAttention
+from gnnfleet.nn.temporal.attention import EventBlock, TemporalAttention, TimeEncoding
 from gnnfleet.nn.temporal.decoders import NUM_FEATURES, ClassDecoder, EventDecoder
-from gnnfleet.nn.temporal.time_encoding import TimeEncoding
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.gru import gru
 from gnnfleet.ops.rounded_matmul import linear_float32

@@ -22,8 +22,8 @@ from gnnfleet.sharded.step_tracer import RouteKey
 class LayerLoad:
     rows: int  # destinations
     edges: int
-    sent_rows: Mapping[RouteKey, tuple[int, ...]]  # by partition
-    received_rows: Mapping[RouteKey, tuple[int, ...]]  # by partition
+    sent_rows: Mapping[RouteKey, int]  # to all partitions
+    received_rows: Mapping[RouteKey, int]  # from all partitions
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def count_active_rows(shards: Sequence[Shard], loss_rows: Sequence[Masks] | None
     all_rows = [
         {kind: torch.ones(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types} for shard in shards
     ]
-    full_loads = [_full_load(shard) for shard in shards]
+    full_loads = _restricted_loads(shards, all_rows)
     total, level = _count(all_rows), all_rows if loss_rows is None else list(loss_rows)
     loads: list[list[LayerLoad]] = []
     totals: list[int] = []
@@ -74,17 +74,6 @@ def _source_level(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[Mas
     return level
 
 
-def _full_load(shard: Shard) -> LayerLoad:
-    plans = {(kind, direction): shard.plan(kind, direction) for kind in shard.node_types for direction in DIRECTIONS}
-    edges = sum(len(shard.block(kind, "in", q).cols) for kind in shard.edge_types for q in range(shard.parts))
-    return LayerLoad(
-        sum(shard.nodes(kind).count for kind in shard.node_types),
-        edges,
-        {route: tuple(map(len, plan.send)) for route, plan in plans.items()},
-        {route: tuple(map(len, plan.recv)) for route, plan in plans.items()},
-    )
-
-
 def _restricted_loads(shards: Sequence[Shard], targets: Sequence[Masks]) -> list[LayerLoad]:
     parts, kinds = len(shards), shards[0].node_types
     sent = {
@@ -98,21 +87,14 @@ def _restricted_loads(shards: Sequence[Shard], targets: Sequence[Masks]) -> list
             send_rows = shard.plan(kind, "out").send
             sent[kind, "out"][p] = torch.tensor([int(masks[kind][sent_rows.long()].sum()) for sent_rows in send_rows])
         rows.append(_count([masks]))
-        edges.append(sum(_count_edges(shard, masks, q) for q in range(parts)))
+        blocks = [(masks[kind.dst], shard.block(kind, "in", q)) for kind in shard.edge_types for q in range(parts)]
+        edges.append(sum(int(block.indptr.diff()[mask[block.rows.long()]].sum()) for mask, block in blocks))
     return [
         LayerLoad(
             rows[p],
             edges[p],
-            {route: tuple(counts[p].tolist()) for route, counts in sent.items()},
-            {route: tuple(counts[:, p].tolist()) for route, counts in sent.items()},
+            {route: int(counts[p].sum()) for route, counts in sent.items()},
+            {route: int(counts[:, p].sum()) for route, counts in sent.items()},
         )
         for p in range(parts)
     ]
-
-
-def _count_edges(shard: Shard, targets: Masks, q: int) -> int:
-    total = 0
-    for kind in shard.edge_types:
-        block = shard.block(kind, "in", q)
-        total += int(block.indptr.diff()[targets[kind.dst][block.rows.long()]].sum())
-    return total

@@ -85,8 +85,8 @@ class _StepEstimator:
     def _sent_bytes(self, exchange: TracedExchange, rank: int, choice: MemoryChoice) -> int:
         load, row_bytes = self.levels[exchange.layer][rank], self._encoded_bytes
         sent = () if exchange.is_refetch and exchange.layer in choice.cached_layers else exchange.sent_bytes
-        total = sum(sum(load.sent_rows[route]) * row_bytes(size) for route, size in sent)
-        return total + sum(sum(load.received_rows[route]) * row_bytes(size) for route, size in exchange.returned_bytes)
+        total = sum(load.sent_rows[route] * row_bytes(size) for route, size in sent)
+        return total + sum(load.received_rows[route] * row_bytes(size) for route, size in exchange.returned_bytes)
 
     def _encoded_bytes(self, nbytes: int) -> int:
         dtype = self.job.dtype

@@ -31,7 +31,13 @@ from gnnfleet.report.timeline_svg import draw_batch_lanes
 from gnnfleet.strategies.job import EventJob, autocast
 from gnnfleet.strategies.optim import WeightEMA, load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import RANK_LOCAL, RAW_WEIGHTS, Reporting, State, StepRecord
-from gnnfleet.strategies.temporal.batch_step import EventBatch, NeighborhoodBuilder, embed, update_memory
+from gnnfleet.strategies.temporal.batch_step import (
+    EventBatch,
+    NeighborhoodBuilder,
+    embed,
+    train_static_embedding,
+    update_memory,
+)
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.evaluation import EventEvaluator
 from gnnfleet.strategies.temporal.layout_planner import (
@@ -44,7 +50,6 @@ from gnnfleet.strategies.temporal.layout_planner import (
 from gnnfleet.strategies.temporal.memory import NodeMemory
 from gnnfleet.strategies.temporal.memory_access import MemoryScheduler, WorkItem
 from gnnfleet.strategies.temporal.schedule import Schedule
-from gnnfleet.strategies.temporal.static_embedding import train_static_embedding
 from gnnfleet.tasks.event import EventTask
 
 STATIC_TABLE = "static.table"
