@@ -27,9 +27,8 @@ from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.npz import read_npz
 from gnnfleet.graph.partition.assign import node_weights
-from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, PartitionRequest
+from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, PartitionRequest, measure_partition
 from gnnfleet.graph.partition.metis import mincut_parts
-from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.partition.streaming import stream
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.report.progress import NoProgress

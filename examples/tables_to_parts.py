@@ -13,7 +13,7 @@ from pathlib import Path
 import gnnfleet as gf
 from gnnfleet.graph.ingest.tables import classify_tables, import_tables
 from gnnfleet.graph.partition.assign import assign_nodes
-from gnnfleet.graph.partition.partition_metrics import measure_partition
+from gnnfleet.graph.partition.edge_scan import measure_partition
 from gnnfleet.graph.partition.partitioned_graph import write_partition
 
 

@@ -19,8 +19,8 @@ from gnnfleet.cli.output import print_result
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition.edge_scan import measure_partition
 from gnnfleet.graph.partition.node_assignment import ClusterMap
-from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.session.prepare import RunLocation, resolve_run

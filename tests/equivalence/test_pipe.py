@@ -19,9 +19,8 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.nn.config import make_config
 from gnnfleet.nn.model import GNN, build_model
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
-from gnnfleet.sharded.pipeline.history import GradientRule, HistoryStore, PipelineSlot
+from gnnfleet.sharded.pipeline.history import ChunkView, GradientRule, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
 from gnnfleet.strategies.pipe.schedule import chunk_order
 from gnnfleet.strategies.pipe.strategy import PipeStrategy

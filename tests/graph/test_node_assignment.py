@@ -11,8 +11,8 @@ import torch
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment, assign_nodes
+from gnnfleet.graph.partition.edge_scan import measure_partition
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment, write_clusters
-from gnnfleet.graph.partition.partition_metrics import measure_partition
 from gnnfleet.graph.store import open_store, save_store
 from tests.graphs import communities
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gnnfleet.errors import ConfigError, PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import PARTITIONERS, Assignment, assign_nodes
-from gnnfleet.graph.partition.partition_metrics import measure_partition
+from gnnfleet.graph.partition.edge_scan import measure_partition
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.graph.store import open_store, save_store
 from tests.graph.partition_laws import brute_force, check_shards

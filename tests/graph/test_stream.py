@@ -12,8 +12,7 @@ from gnnfleet import _native
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.datasets import make_dataset
 from gnnfleet.graph.partition.assign import assign_nodes, node_weights
-from gnnfleet.graph.partition.edge_scan import EdgeSlice
-from gnnfleet.graph.partition.partition_metrics import measure_partition
+from gnnfleet.graph.partition.edge_scan import EdgeSlice, measure_partition
 from gnnfleet.graph.partition.streaming import cluster, stream
 
 IntArray = npt.NDArray[np.int64]

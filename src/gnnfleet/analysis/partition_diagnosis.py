@@ -18,8 +18,8 @@ from torch import Tensor
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.partition.edge_scan import imbalance
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
-from gnnfleet.graph.partition.partition_metrics import imbalance
 from gnnfleet.launch.tma_subgraph import make_global_training, make_local_training
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather

@@ -113,7 +113,7 @@ def _event_comparison(comparison: Comparison, store: Path) -> Comparison:
 def _measure_partitions(graph: Graph, parts: int, progress: Progress) -> list[dict[str, Any]]:
     """Quality of the partition that each method makes; none is saved."""
     from gnnfleet.graph.partition.assign import PARTITIONERS, assign_nodes
-    from gnnfleet.graph.partition.partition_metrics import measure_partition
+    from gnnfleet.graph.partition.edge_scan import measure_partition
 
     partitions = []
     for method in PARTITIONERS:

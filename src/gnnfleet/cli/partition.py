@@ -65,7 +65,7 @@ def partition(
     """
     from gnnfleet.cli.info import partition_table
     from gnnfleet.graph.partition.assign import assign_nodes
-    from gnnfleet.graph.partition.partition_metrics import measure_partition
+    from gnnfleet.graph.partition.edge_scan import measure_partition
     from gnnfleet.graph.partition.partitioned_graph import KIND, write_partition
     from gnnfleet.graph.validate import open_validated_store
     from gnnfleet.io.bundle import check_target

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from gnnfleet.errors import InputError, RunError
@@ -60,10 +61,7 @@ class OutputSchema:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> OutputSchema:
-        fields = {**content, "classes": tuple(content["classes"]), "edge_types": tuple(content["edge_types"])}
-        for name in ("columns", "edge_columns"):  # runs of earlier versions have none
-            fields[name] = {kind: tuple(map(tuple, columns)) for kind, columns in fields.get(name, {}).items()}
-        return cls(**fields)
+        return TypeAdapter(cls).validate_python(content)
 
     def head(self, *, metric: str, smoothing: float) -> NodeHead:
         """Loss and metric of the output; ``auto`` chooses the metric."""

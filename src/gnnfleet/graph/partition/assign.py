@@ -14,9 +14,8 @@ import numpy as np
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
-from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionRequest
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionRequest, train_mask
 from gnnfleet.graph.partition.metis import mincut_parts, super_parts
-from gnnfleet.graph.partition.partition_metrics import train_mask
 from gnnfleet.graph.partition.streaming import stream_parts
 from gnnfleet.report.progress import NoProgress, Progress
 

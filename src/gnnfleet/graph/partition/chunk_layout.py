@@ -22,8 +22,7 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import assign_nodes
-from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
-from gnnfleet.graph.partition.partition_metrics import measure_partition
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, measure_partition
 from gnnfleet.graph.partition.shard import check_store_digest, partition_errors
 from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.report.progress import Progress

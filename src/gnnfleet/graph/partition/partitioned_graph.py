@@ -20,8 +20,7 @@ from torch import Tensor
 from gnnfleet.errors import PartitionError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import Assignment
-from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray
-from gnnfleet.graph.partition.partition_metrics import PartitionMetrics, measure_partition
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionMetrics, measure_partition
 from gnnfleet.graph.partition.shard import KIND as PART
 from gnnfleet.graph.partition.shard import Shard, check_store_digest, edge_data_path, halo_plan_dir, partition_errors
 from gnnfleet.graph.reorder import cluster_positions

@@ -43,6 +43,10 @@ class AttentionConv(torch.nn.Module):
         self.lin_edge = None if edge_dim is None else GlorotLinear(edge_dim, heads * out_channels, bias=False)
         self.res = GlorotLinear(in_channels, total, bias=False) if residual else None
         self.bias = torch.nn.Parameter(torch.zeros(total)) if bias else None
+        self._add_parameters()
+
+    def _add_parameters(self) -> None:
+        """Add those of the score, unless the constructor of a subclass does."""
 
     def reset_parameters(self) -> None:
         for child in self.children():
@@ -86,25 +90,11 @@ class GATConv(AttentionConv):
     ``bias``, as PyG's. The edge term of a self-loop is the mean of the node's in-edges.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        residual: bool = False,
-    ) -> None:
-        options = negative_slope, dropout, add_self_loops, edge_dim, bias, residual
-        super().__init__(in_channels, out_channels, heads, concat, *options)
-        self.lin = GlorotLinear(in_channels, heads * out_channels, bias=False)
-        self.att_src = torch.nn.Parameter(torch.empty(1, heads, out_channels))
-        self.att_dst = torch.nn.Parameter(torch.empty(1, heads, out_channels))
-        self.att_edge = None if edge_dim is None else torch.nn.Parameter(torch.empty(1, heads, out_channels))
+    def _add_parameters(self) -> None:
+        shape = 1, self.heads, self.out_channels
+        self.lin = GlorotLinear(self.in_channels, self.heads * self.out_channels, bias=False)
+        self.att_src, self.att_dst = torch.nn.Parameter(torch.empty(shape)), torch.nn.Parameter(torch.empty(shape))
+        self.att_edge = None if self.edge_dim is None else torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
@@ -59,11 +58,6 @@ class ModelCost:
     layers: tuple[LayerCost, ...]
     parameter_bytes: Mapping[str, int]
     speedup_alone: float = 1.0  # of a worker that has the threads of those that wait
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ModelCost:
-        layers = tuple(LayerCost(**{**layer, "parameters": tuple(layer["parameters"])}) for layer in fields["layers"])
-        return cls(layers, fields["parameter_bytes"], fields["speedup_alone"])
 
     def owners(self, stages: Sequence[range]) -> Owners:
         """The stages that use each parameter; one that no layer uses reads the output, so the last stage has it."""

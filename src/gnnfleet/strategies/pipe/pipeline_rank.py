@@ -28,9 +28,8 @@ from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.phase_timer import EXCHANGE
 from gnnfleet.report.timeline_svg import ChunkSpan
-from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
-from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
+from gnnfleet.sharded.pipeline.history import ChunkView, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import PendingTables, StageHalo, TableShapes, send_tables, table_shapes
 from gnnfleet.strategies.batch_inputs import precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import Job, autocast

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from gnnfleet.comm.collectives import all_gather_json, all_gather_numbers, barrier, broadcast_json
@@ -24,9 +25,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.nn.base import Aggregate
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.sharded.pipeline.chunk_view import ChunkView
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkedPartition
-from gnnfleet.sharded.pipeline.history import HistoryStore, PipelineSlot
+from gnnfleet.sharded.pipeline.history import ChunkView, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
 from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
 from gnnfleet.strategies.job import Job, autocast
@@ -117,7 +117,7 @@ def _message_seconds(world: World, rows: int) -> float:
 def profile_model(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
     """Collective. Time every layer on a sample of a chunk."""
     model = _profile_layers(config, job, layout, cpu) if job.world.is_first else None
-    return ModelCost.from_json(broadcast_json(job.world.uncounted(), asdict(model) if model else {}))
+    return TypeAdapter(ModelCost).validate_python(broadcast_json(job.world.uncounted(), asdict(model) if model else {}))
 
 
 def _profile_layers(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
