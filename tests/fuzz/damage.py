@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.io.manifest import manifest_digest
+from gnnfleet.io.bundle import manifest_digest
 
 HUGE: list[Any] = [-1, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, 1e308, float("nan"), float("inf")]
 STRANGE: list[Any] = [*HUGE, None, True, "", "x", [], {}, [[]], "\0", "../../etc/passwd", "/etc/passwd", 0, 1.5]

@@ -105,7 +105,7 @@ def logits(store: Path, run: Path) -> torch.Tensor:
 
 
 def without_paths(run: Path) -> None:
-    from gnnfleet.io.manifest import manifest_digest
+    from gnnfleet.io.bundle import manifest_digest
 
     config, record = (json.loads((run / name).read_text()) for name in ("config.json", "record.json"))
     config["store"]["path"], record["run_dir"] = "store", "run"

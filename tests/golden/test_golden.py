@@ -28,7 +28,7 @@ from gnnfleet.graph.partition import chunk_layout, node_assignment, partitioned_
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.validate import open_validated_part, open_validated_store
 from gnnfleet.inference.query import open_trained_run
-from gnnfleet.io import manifest
+from gnnfleet.io import bundle as manifest
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.link_config import LinkConfig

@@ -20,8 +20,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.sampling.loader import MiniBatch, NeighborLoader
 from gnnfleet.graph.sampling.prefetch import prefetch_items
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.ops.gather import is_paged
 from gnnfleet.ops.native import num_threads
-from gnnfleet.ops.paging import is_paged
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_an_epoch_contains_every_node_once(graph: Graph) -> None:
 def test_a_store_read_by_windows_gives_the_same_batches(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 4096)
+    monkeypatch.setattr("gnnfleet.ops.gather.WINDOW_BYTES", 4096)
     save_store(graph, tmp_path / "store")
     mapped = open_store(tmp_path / "store")
     x, edges = mapped.single_nodes.x, mapped.single_edges

@@ -16,8 +16,7 @@ from gnnfleet.errors import RunError, StoreError
 from gnnfleet.graph.graph import ColumnGroups, Edges, EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference.query import Query, open_trained_run, run_query
-from gnnfleet.io.bundle import Bundle
-from gnnfleet.io.manifest import manifest_digest
+from gnnfleet.io.bundle import Bundle, manifest_digest
 from gnnfleet.nn.config import GAT, RGCN, SAGE
 from gnnfleet.training import output_schema as output_module
 from gnnfleet.training.output_schema import OutputSchema, column_order

@@ -10,8 +10,7 @@ from gnnfleet.nn.config import make_config
 from gnnfleet.nn.temporal import EventBlock, EventDims, Hop, TemporalModel
 from gnnfleet.nn.temporal.attention import TemporalAttention
 from gnnfleet.nn.temporal.decoders import NUM_FEATURES, ClassDecoder, EventDecoder
-from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout_mask
+from gnnfleet.ops.draws import DrawKey, Purpose, dropout_mask
 
 WIDTH, EDGE, TIME, HEADS = 8, 3, 6, 2
 KEY = DrawKey(5, 1, 2)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout, dropout_mask
+from gnnfleet.ops.draws import DrawKey, Purpose, dropout, dropout_mask
 
 DRAWS = DrawKey(seed=3, epoch=1, step=2).draws(Purpose.DROPOUT, layer=1)
 

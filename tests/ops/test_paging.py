@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnnfleet.ops.paging import (
+from gnnfleet.ops.gather import (
     drop_pages,
     gather_by_window,
     is_mapped,
@@ -59,7 +59,7 @@ def test_only_tensors_of_files_are_mapped(table: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathering_by_window_changes_no_row(table: Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)  # 8 windows of float32, the last one not full
+    monkeypatch.setattr("gnnfleet.ops.gather.WINDOW_BYTES", 100_000)  # 8 windows of float32, the last one not full
     expected = table.to(dtype)
     mapped = spill_to_disk(table, dtype, Path(tempfile.gettempdir()))
     rows = torch.randint(5000, (3000,), generator=torch.Generator().manual_seed(0))
@@ -75,7 +75,7 @@ def test_gathering_by_window_changes_no_row(table: Tensor, dtype: torch.dtype, m
 
 
 def test_a_changed_table_is_not_paged(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gnnfleet.ops.paging.WINDOW_BYTES", 100_000)
+    monkeypatch.setattr("gnnfleet.ops.gather.WINDOW_BYTES", 100_000)
     assert is_paged(table) and not is_paged(table[:10])
     table[17] *= 2.0
     assert not is_mapped(table) and not is_paged(table), "dropping its pages would undo the change"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.io.manifest import manifest_digest
+from gnnfleet.io.bundle import manifest_digest
 
 
 def write_run(path: Path, *, strategy: str = "sar", workers: int = 2, epochs: int = 4, **more: Any) -> Path:

@@ -12,7 +12,7 @@ import torch
 import gnnfleet as gf
 from gnnfleet.errors import InputError, RunError
 from gnnfleet.graph.store import save_store
-from gnnfleet.io.manifest import manifest_digest
+from gnnfleet.io.bundle import manifest_digest
 from tests.graphs import CLASSES, communities
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnnfleet.strategies.macrobatch.batch_count import WarmupSample, choose_batches_per_fetch, first_list_of
+from gnnfleet.strategies.macrobatch.fetch import WarmupSample, choose_batches_per_fetch, first_list_of
 
 SAMPLE = WarmupSample(rows=(100.0, 150.0, 180.0), batch_rows=100.0, blocks=10.0)
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.ops.buffers import empty_buffer
-from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.dropout import drop_threshold, dropout
+from gnnfleet.ops.draws import Draws, drop_threshold, dropout
 from gnnfleet.ops.native import _native, num_threads
 
 

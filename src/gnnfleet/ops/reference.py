@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.ops.csr import CSR
-from gnnfleet.ops.draws import Draws
-from gnnfleet.ops.dropout import dropout_mask
+from gnnfleet.ops.draws import Draws, dropout_mask
 
 
 def aggregate(

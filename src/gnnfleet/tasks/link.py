@@ -33,8 +33,7 @@ from gnnfleet.nn.ranking import (
     ranks_in_own_list,
     ranks_in_shared_list,
 )
-from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.draws import DrawKey, Purpose, dropout
 from gnnfleet.tasks.base import Batch, RowLookup
 
 # Evaluation: pairs scored at a time, and scores in memory at a time when all nodes are candidates.

@@ -23,7 +23,7 @@ from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.validate import open_validated_store
 from gnnfleet.io.atomic import write_atomically
-from gnnfleet.io.manifest import manifest_digest
+from gnnfleet.io.bundle import manifest_digest
 from gnnfleet.nn.custom_model import file_digest
 from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord, versions

@@ -20,8 +20,7 @@ from gnnfleet.graph.sampling.prefetch import prefetch_items
 from gnnfleet.graph.sampling.sampler import Fanouts, NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.gather import gather
-from gnnfleet.ops.paging import gather_by_window, is_paged
+from gnnfleet.ops.gather import gather, gather_by_window, is_paged
 
 
 @dataclass(frozen=True, eq=False)

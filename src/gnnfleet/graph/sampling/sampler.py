@@ -21,8 +21,7 @@ from gnnfleet.graph.views.local import LocalEdges, LocalView, graph_degrees
 from gnnfleet.graph.views.view_base import Degrees, NodeRows, selected_degrees
 from gnnfleet.ops.csr import CSR
 from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.gather import gather
-from gnnfleet.ops.paging import drop_pages, gather_by_window, is_paged
+from gnnfleet.ops.gather import drop_pages, gather, gather_by_window, is_paged
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]

@@ -13,8 +13,7 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.row_index import RowIndex
-from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.draws import DrawKey, Purpose, dropout
 
 COUNT, WEIGHTED, LOOPS = range(3)
 Degrees = Callable[[int], Tensor]

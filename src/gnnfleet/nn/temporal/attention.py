@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.ops.attend_recent import AttentionDropout, RecentEvents, attend_recent
-from gnnfleet.ops.draws import DrawKey, Purpose
-from gnnfleet.ops.dropout import dropout
+from gnnfleet.ops.draws import DrawKey, Purpose, dropout
 from gnnfleet.ops.gru import time_features
 from gnnfleet.ops.rounded_matmul import sum_linear_float32
 

@@ -24,7 +24,7 @@ from gnnfleet.ops.csr import CSR, put_segments
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 from gnnfleet.sharded.full_batch.ring_view import RingView
-from gnnfleet.sharded.sampling.neighbor_index import LocalNodes, build_in_neighbors
+from gnnfleet.sharded.sampling.feature_store import LocalNodes, build_in_neighbors
 
 _EMPTY = torch.empty(0, dtype=torch.int64)
 

@@ -17,9 +17,8 @@ from gnnfleet.graph.sampling.sampler import NeighborSampler
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.estimates import CostEstimate, PlanningContext
-from gnnfleet.strategies.macrobatch.batch_count import WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
-from gnnfleet.strategies.macrobatch.fetch import owned_items
+from gnnfleet.strategies.macrobatch.fetch import WarmupSample, choose_batches_per_fetch, owned_items
 from gnnfleet.strategies.sampling_options import parse_fanouts
 from gnnfleet.strategies.step_costs import (
     ProbeBlocks,

@@ -26,7 +26,7 @@ from gnnfleet.graph.views.view_base import COUNT, LOOPS, WEIGHTED
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops import buffers
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.ops.paging import is_mapped, spill_to_disk
+from gnnfleet.ops.gather import is_mapped, spill_to_disk
 from gnnfleet.report.memory import memory_limit
 from gnnfleet.report.phase_timer import COMPUTE, WAIT
 from gnnfleet.sharded.full_batch.ring_view import RingView
@@ -34,17 +34,19 @@ from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler, SampledB
 from gnnfleet.sharded.sampling.feature_store import FeatureStore
 from gnnfleet.strategies.batch_inputs import X, aggregate_tables, read_inputs
 from gnnfleet.strategies.job import Job, autocast
-from gnnfleet.strategies.macrobatch.batch_count import WARMUP_BATCHES, WarmupSample, choose_batches_per_fetch
 from gnnfleet.strategies.macrobatch.cache_policies import make_cache
 from gnnfleet.strategies.macrobatch.config import MacrobatchConfig
 from gnnfleet.strategies.macrobatch.feature_parallel import FeatureColumns
 from gnnfleet.strategies.macrobatch.fetch import (
     DEGREE_TABLES,
+    WARMUP_BATCHES,
     BatchReader,
     BatchSampler,
     FetchStats,
     MacrobatchData,
     MacrobatchFetcher,
+    WarmupSample,
+    choose_batches_per_fetch,
     owned_items,
 )
 from gnnfleet.strategies.macrobatch.host_cache import HostCache
