@@ -22,13 +22,12 @@ from gnnfleet.cli.datasets import list_datasets, make_dataset, show_dataset
 from gnnfleet.cli.demo import demo
 from gnnfleet.cli.diagnose import DIAGNOSE_EXAMPLES, diagnose
 from gnnfleet.cli.doctor import doctor
-from gnnfleet.cli.evaluate import evaluate
+from gnnfleet.cli.evaluate import evaluate, predict
 from gnnfleet.cli.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.cli.info import info
 from gnnfleet.cli.join import JOIN_EXAMPLES, join
 from gnnfleet.cli.partition import partition
 from gnnfleet.cli.plan import PLAN_EXAMPLES, plan
-from gnnfleet.cli.predict import predict
 from gnnfleet.cli.report import REPORT_EXAMPLES, report
 from gnnfleet.cli.train import TRAIN_EXAMPLES, train
 from gnnfleet.cli.watch import watch

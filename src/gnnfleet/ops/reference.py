@@ -68,7 +68,12 @@ def attend(
 ) -> Tensor:
     """See ``attend.attend``; every tensor is of two dimensions, [rows, heads · width], and ``vector`` of one."""
     row, col = structure.row.long(), structure.col.long()
-    scores = _scores(src[col], dst[row], edge, score=score, heads=heads, vector=vector, slope=slope, scale=scale)
+    shape, (a, b) = (len(col), heads, src.shape[1] // heads), (src[col], dst[row])
+    if score == "dot":
+        scores = (a * b).view(shape).sum(-1) * (1 / math.sqrt(shape[2]) if scale is None else scale)
+    else:
+        scores = torch.nn.functional.leaky_relu(a + b if edge is None else a + b + edge, slope)
+        scores = scores if vector is None else (scores * vector).view(shape).sum(-1)
     top = scores.new_full((structure.num_rows, heads), torch.finfo(scores.dtype).min)
     top = top.scatter_reduce(0, row[:, None].expand_as(scores), scores.detach(), "amax")
     weight = (scores - top[row]).exp()
@@ -81,24 +86,3 @@ def attend(
     message = value.to(share.dtype)[col].view(col.shape[0], heads, value.shape[1] // heads) * share[:, :, None]
     out = message.new_zeros(structure.num_rows, value.shape[1])
     return out.index_add(0, row, message.flatten(1))
-
-
-def _scores(
-    src: Tensor,
-    dst: Tensor,
-    edge: Tensor | None,
-    *,
-    score: str,
-    heads: int,
-    vector: Tensor | None,
-    slope: float,
-    scale: float | None,
-) -> Tensor:
-    """[E, heads] from the ends' rows, [E, heads · depth] each."""
-    shape = (src.shape[0], heads, src.shape[1] // heads)
-    if score == "dot":
-        scale = 1 / math.sqrt(shape[2]) if scale is None else scale
-        return (src * dst).view(shape).sum(-1) * scale
-    x = src + dst if edge is None else src + dst + edge
-    x = torch.nn.functional.leaky_relu(x, slope)
-    return x if vector is None else (x * vector).view(shape).sum(-1)
