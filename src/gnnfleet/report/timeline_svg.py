@@ -6,7 +6,7 @@ import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from typing import Any
 
 _LEFT, _RIGHT, _ROW, _GAP, _WIDTH, _TOP = 130, 40, 26, 6, 1000, 56
 
@@ -83,23 +83,8 @@ def colour(number: int, count: int, *, dark: bool) -> str:
 _LANE_LEFT, _LANE_RIGHT, _LANE_ROW, _LANE_GAP, _LANE_TOP, _LANE_WIDEST, _LANE_WIDTH = 190, 20, 24, 4, 60, 30, 1000
 
 
-class LaneCell(Protocol):
-    """An iteration of a trainer."""
-
-    @property
-    def batch(self) -> int | None: ...
-    @property
-    def use(self) -> int: ...
-    @property
-    def is_first(self) -> bool: ...
-    @property
-    def phase(self) -> int: ...
-
-
-def draw_batch_lanes(
-    rows: Sequence[tuple[str, Sequence[LaneCell]]], *, title: str, batches: int, first: int = 0
-) -> str:
-    """SVG of the iterations from ``first`` on, one named row per trainer."""
+def draw_batch_lanes(rows: Sequence[tuple[str, Sequence[Any]]], *, title: str, batches: int, first: int = 0) -> str:
+    """SVG of the iterations from ``first`` on, one named row per trainer; cells have batch, use, is_first and phase."""
     columns = max(len(cells) for _, cells in rows)
     wide = min(_LANE_WIDEST, _LANE_WIDTH / max(columns, 1))
     height = _LANE_TOP + len(rows) * (_LANE_ROW + _LANE_GAP) + 30
@@ -117,7 +102,7 @@ def draw_batch_lanes(
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _lane_box(cell: LaneCell, left: float, top: int, wide: float, batches: int) -> list[str]:
+def _lane_box(cell: Any, left: float, top: int, wide: float, batches: int) -> list[str]:
     fill = "white" if cell.batch is None else colour(cell.batch, batches, dark=cell.is_first)
     tooltip = "idle" if cell.batch is None else f"batch {cell.batch}, use {cell.use + 1}"
     elements = [
