@@ -156,7 +156,7 @@ def train(
 
     ``settings`` are options of the run (``seed``, ``split``, ``precision``, ``workers``), of the group train
     (``epochs``, ``lr``, ``patience``, …) or of the strategy, in this order of precedence. Any other goes by its full
-    name, as in ``**{"report.memory": True}`` or ``**{"strategy.momentum": 0.5}``. They override ``config``.
+    name, as in ``**{"report.memory": True}`` or ``**{"strategy.optimizer": "reset"}``. They override ``config``.
 
     ``strategy`` is local by default. ``strategy="auto"`` plans first and trains with the fastest that fits ``memory``.
     Files are written only if ``run_dir`` is given. ``workers`` processes are started on this machine, and restarted up
