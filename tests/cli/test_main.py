@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from gnnfleet.analysis import doctor
-from gnnfleet.cli import main
+from gnnfleet.cli import doctor, main
 from gnnfleet.comm import shm_transport
 from gnnfleet.errors import GnnfleetError
 from gnnfleet.graph.graph import Graph

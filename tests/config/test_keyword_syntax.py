@@ -18,7 +18,7 @@ from gnnfleet.training.run_dir import RunDirectory
 
 ROOT = Path(gnnfleet.__file__).parent
 # Parts of the package that only the command line reaches.
-COMMANDS = ("cli/", "graph/ingest/", "graph/datasets/", "analysis/doctor", "analysis/compare", "session/torchrun")
+COMMANDS = ("cli/", "graph/ingest/", "graph/datasets/", "analysis/compare", "session/torchrun")
 COMMANDS += ("launch/confirmed_model", "report/http", "comm/world", "config/keyword_syntax")
 
 
