@@ -206,7 +206,9 @@ def test_a_run_uses_the_recommended_number_of_super_nodes(
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.initialize(chosen, graph, None)
-    resumed, _ = resolve_run(graph, config.model_dump(mode="json"), RunLocation(directory.path, resume=True))
+    resumed, _ = resolve_run(
+        graph, config.model_dump(mode="json"), RunLocation(directory.path, resume=True), quiet=True
+    )
     assert resumed.strategy == chosen.strategy
 
 

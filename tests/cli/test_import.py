@@ -25,6 +25,7 @@ from gnnfleet.cli.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.errors import ConfigError, InputError, StoreError
 from gnnfleet.graph.graph import EDGE, EdgeType
 from gnnfleet.graph.store import open_store
+from tests import shell
 from tests.graph.test_export import assert_equal
 from tests.shell import start
 
@@ -159,8 +160,8 @@ def test_wrong_imports_are_refused(shop: Path, monkeypatch: Any, arguments: list
 
 
 def test_import_prints_tables_and_notes(shop: Path) -> None:
-    result = CliRunner().invoke(app, ["import", str(shop / "e.parquet"), "-o", str(shop / "store")])
-    assert result.exit_code == 0 and "self-loops" in result.stdout
+    result = shell.call("import", shop / "e.parquet", "-o", shop / "store")
+    assert result.returncode == 0 and "self-loops" in result.stdout
     assert "columns not used: note" in result.stderr and "saved to" in result.stderr
     assert "no edges" not in result.stderr
     help_text = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "200"})
@@ -180,8 +181,8 @@ def test_the_report_names_feature_columns(shop: Path) -> None:
 
 
 def test_a_store_without_edges_gives_a_note(shop: Path) -> None:
-    result = CliRunner().invoke(app, ["import", str(shop / "n.parquet"), "-o", str(shop / "store")])
-    assert result.exit_code == 0 and "this store has no edges" in result.stderr
+    result = shell.call("import", shop / "n.parquet", "-o", shop / "store")
+    assert result.returncode == 0 and "this store has no edges" in result.stderr
 
 
 def test_an_output_that_cannot_be_written_is_named(shop: Path) -> None:

@@ -103,7 +103,7 @@ def spec_of(store: Graph, run_dir: Path, base: dict[str, Any], **train: Any) -> 
     """Prepare a run for its ranks; resume it if its directory exists."""
     settings = {**base, "train": {**base["train"], **train}}
     location = RunLocation(run_dir, resume=run_dir.exists())
-    config, directory = resolve_run(store, settings, location)
+    config, directory = resolve_run(store, settings, location, quiet=True)
     with prepare_run(store, config, directory, location=location, quiet=True) as (spec, _):
         return spec
 
