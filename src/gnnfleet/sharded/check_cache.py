@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -29,21 +30,19 @@ _INSTALLED = ("site-packages", "dist-packages", str(Path(os.__file__).parent))
 
 
 def cached_check(name: str, model: PygModule, graph: Graph, check: Callable[[], str]) -> str:
-    """The result of a check, which is empty if it passes; it runs unless it has passed before."""
+    """The reason that a check does not pass, or nothing; it runs unless it has passed before."""
     try:
         path = _cache_path(name, model, graph)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, OSError):  # as lambdas: no fingerprint
         return check()
     if path.is_file():
         return ""
-    result = check()
-    if not result:
-        try:
+    reason = check()
+    if not reason:
+        with suppress(OSError):  # the next run checks again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps({"passed": name}).encode())
-        except OSError:  # the next run checks again
-            return result
-    return result
+    return reason
 
 
 def _cache_path(name: str, model: PygModule, graph: Graph) -> Path:
@@ -53,25 +52,16 @@ def _cache_path(name: str, model: PygModule, graph: Graph) -> Path:
     digest = hashlib.sha256(content.getvalue())
     for source in (*_sources(pickler.modules), *(path.read_bytes() for path in sorted(_OWN_CODE.glob("nn/pyg/*.py")))):
         digest.update(source)
-    nodes = [(kind, None if table.x is None else table.x.shape[1:]) for kind, table in graph.nodes.items()]
-    edges = [
-        (kind, table.weight is None, None if table.attr is None else table.attr.shape[1:])
-        for kind, table in graph.edges.items()
-    ]
-    digest.update(
-        repr(
-            [
-                name,
-                model.reads_whole_graph,
-                sorted(versions().items()),
-                getattr(sys.modules.get("torch_geometric"), "__version__", ""),
-                nodes,
-                edges,
-            ]
-        ).encode()
-    )
+    tables: list[Any] = [(kind, _width(nodes.x)) for kind, nodes in graph.nodes.items()]
+    tables += [(kind, edges.weight is None, _width(edges.attr)) for kind, edges in graph.edges.items()]
+    library = getattr(sys.modules.get("torch_geometric"), "__version__", "")
+    digest.update(repr([name, model.reads_whole_graph, sorted(versions().items()), library, tables]).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "gnnfleet" / "module-checks" / f"{digest.hexdigest()}.json"
+
+
+def _width(table: torch.Tensor | None) -> Any:
+    return None if table is None else table.shape[1:]
 
 
 class _StatePickler(pickle.Pickler):

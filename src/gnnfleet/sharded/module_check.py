@@ -56,8 +56,7 @@ def check_layers(model: PygModule, graph: Graph) -> str:
             actual = _run(model, [view.with_step(training=False) for view in blocks], sample, training=training)
         except _FAILURES as error:
             return f"its layers fail on a part of the rows ({first_line(error)})"
-        difference = _difference(actual, expected)
-        if difference is not None:
+        if difference := _difference(actual, expected):
             return f"its layers on a part of the rows differ from {name} in {difference[0]}, by {difference[1]:.1e}"
     return ""
 
@@ -76,8 +75,7 @@ def check_parts(model: PygModule, graph: Graph) -> str:
     name, sample = type(model.module).__name__, random_graph_like(graph)
     expected = _run_sample(model, sample)
     for parts in (2, 3):  # the last of three has isolated nodes only
-        difference = _difference(_run_on_parts(model, sample, parts), expected)
-        if difference is not None:
+        if difference := _difference(_run_on_parts(model, sample, parts), expected):
             raise ConfigError(
                 f"{name} on {parts} parts of a graph differs from {name} on the whole graph by {difference[1]:.1e} in "
                 f"{difference[0]}: an operation of it depends on the partition. Use strategy local, or a gf.nn.Model"

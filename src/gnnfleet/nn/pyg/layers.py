@@ -20,8 +20,9 @@ from torch import Tensor, fx
 
 from gnnfleet.errors import first_line
 from gnnfleet.graph.views.view import first_rows
+from gnnfleet.nn.pyg.native import is_convolution
 
-_INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
+INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 
 
 class NotSplitError(Exception):
@@ -67,18 +68,13 @@ class _Root(torch.nn.Module):
         self.module, self.names = module, names
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any, edge_attr: Any, edge_type: Any) -> Any:
-        values = (x, edge_index, edge_weight, edge_attr, edge_type)
-        inputs = dict(zip(_INPUTS, values, strict=True))
-        return self.module(**{name: inputs[name] for name in self.names})
+        inputs = zip(INPUTS, (x, edge_index, edge_weight, edge_attr, edge_type), strict=True)
+        return self.module(**{name: value for name, value in inputs if name in self.names})
 
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
         return is_convolution(module) or not any(map(is_convolution, module.modules()))
-
-
-def is_convolution(module: torch.nn.Module) -> bool:
-    return hasattr(module, "register_propagate_forward_pre_hook")
 
 
 class _Trace:
@@ -139,23 +135,21 @@ class _Trace:
 
     def _measure(self, root: torch.nn.Module, sample: Mapping[str, Tensor]) -> dict[fx.Node, torch.Size]:
         """Shapes of rows, of the tensors that go from layer to layer."""
-        passes: list[str] = []
-
-        def count(module: torch.nn.Module, _: Any) -> None:
-            passes.append(type(module).__name__)
-
+        passes: list[Any] = []
         passed_on = [node for nodes in self._rows + self._carried for node in nodes]
         checked = {self._result, *self._convolutions, *passed_on}
         env = {self._x: sample["x"], **{node: sample.get(name) for name, node in self._edges.items()}}
         convolutions: list[Any] = [module for module in root.modules() if is_convolution(module)]
-        hooks = [module.register_propagate_forward_pre_hook(count) for module in convolutions]
+        hooks = [
+            module.register_propagate_forward_pre_hook(lambda conv, _: passes.append(conv)) for module in convolutions
+        ]
         try:
             with torch.no_grad():
                 for node in (node for nodes in self._layers for node in nodes if node is not self._x):
                     passes.clear()
                     env[node] = value = self._compute(node, root, env, None)
                     if len(passes) > 1:
-                        raise NotSplitError(f"{passes[0]} passes messages more than once in a call")
+                        raise NotSplitError(f"{type(passes[0]).__name__} passes messages more than once in a call")
                     is_rows = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
                     if node in checked and not (is_rows and len(value) == len(sample["x"])):
                         raise NotSplitError(f"{node.name} is no tensor with a row for each node")

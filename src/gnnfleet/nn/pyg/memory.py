@@ -78,9 +78,8 @@ class _Arguments:
 
     @classmethod
     def of(cls, conv: Any, edge_index: SourceIndex, size: Any, values: Mapping[str, Any]) -> _Arguments:
-        names = _read_names(conv)
+        names, rows = _read_names(conv), list(size or (None, None))
         tables: dict[tuple[str, int], Tensor] = {}
-        rows: list[Any] = list(size or (None, None))
         for name, value in values.items():
             is_read = [f"{name}_j" in names, f"{name}_i" in names]
             for kind, end in enumerate(_pair(value) if any(is_read) else ()):
@@ -122,66 +121,66 @@ class _Convolution:
     def chunked(self, edge_index: Any, size: Any = None, **values: Any) -> Any:
         if not self._can_chunk(edge_index):
             return self.rebuilt(edge_index, size=size, **values)
-        given = _Arguments.of(self.conv, edge_index, size, values)
-        fetch, dim = edge_index.fetcher.fetch, self.conv.node_dim
-        tables = {key: fetch(rows, dim) if key[1] == _SRC else rows for key, rows in given.tables.items()}
-        dst, order, bounds = plain(edge_index)[1], None, [(0, 0), (given.num_rows, edge_index.shape[1])]
-        if given.is_separable(self.conv):
+        arguments = _Arguments.of(self.conv, edge_index, size, values)
+        fetch, dim, num_rows = edge_index.fetcher.fetch, self.conv.node_dim, arguments.num_rows
+        tables = {key: fetch(rows, dim) if key[1] == _SRC else rows for key, rows in arguments.tables.items()}
+        arguments = replace(arguments, tables=tables)
+        dst, order, bounds = plain(edge_index)[1], None, [(0, 0), (num_rows, edge_index.shape[1])]
+        if arguments.is_separable(self.conv):
             if bool((dst.diff() < 0).any()):
                 dst, order = dst.sort(stable=True)
-            bounds = _chunk_bounds(dst, given.num_rows, self.edges_at_once)
+            bounds = _chunk_bounds(dst, num_rows, self.edges_at_once)
         out, resume, rest = [], self.resume_later(), list(tables.values())
         with _unchanged(self.conv) if len(bounds) > 2 else nullcontext():
             for (low, first), (high, last) in pairwise(bounds):
                 edges = torch.arange(first, last) if order is None else order[first:last]
-                work = partial(self._chunk, replace(given, tables=tables), range(low, high), edges)
+                work = partial(self._chunk, arguments, range(low, high), edges)
                 rows, *rest = self._recomputed(work, list(tables.values()), resume, *rest)
                 out.append(rows)
         return torch.cat(out, dim) if len(out) > 1 else out[0]
 
-    def _chunk(self, given: _Arguments, rows: range, edges: Tensor, *tables: Tensor) -> tuple[Any, ...]:
+    def _chunk(self, arguments: _Arguments, rows: range, edges: Tensor, *tables: Tensor) -> tuple[Any, ...]:
         """(the result of some destinations, tables for the next chunk)."""
-        index, conv = given.edge_index, self.conv
+        index = arguments.edge_index
         src, dst = plain(index)[:, edges]
         at = {_SRC: src, _DST: torch.arange(rows.start, rows.stop), _EDGE: edges}
         taken: dict[tuple[str, int], Tensor] = {}
         rest: list[Tensor] = []
-        for (name, kind), table in zip(given.tables, tables, strict=True):
-            dim = 0 if kind == _EDGE else conv.node_dim
+        for (name, kind), table in zip(arguments.tables, tables, strict=True):
+            dim = 0 if kind == _EDGE else self.conv.node_dim
             taken[name, kind], alias = _Take.apply(table, at[kind], dim)  # type: ignore[no-untyped-call]
             rest.append(alias)
         pairs = {name: (taken.get((name, _SRC)), taken.get((name, _DST))) for name, _ in taken}
-        arguments = {name: taken.get((name, _EDGE), pair) for name, pair in pairs.items()}
+        values = {**arguments.values, **{name: taken.get((name, _EDGE), pair) for name, pair in pairs.items()}}
         fetcher = SourceFetcher(replace(index.fetcher.edges, fetch=EdgeList.fetch))
         fetcher.is_by_edge = True
         chunk = SourceIndex.make(torch.stack([src, dst - rows.start]), fetcher, index.sources, index.edge_ids[edges])
-        return self.propagate(chunk, size=(None, len(rows)), **{**given.values, **arguments}), *rest
+        return self.propagate(chunk, size=(None, len(rows)), **values), *rest
 
     def routed(self, edge_index: Any, size: Any = None, **values: Any) -> Any:
         if not self._can_route(edge_index):
             return self.chunked(edge_index, size, **values)
-        given = _Arguments.of(self.conv, edge_index, size, values)
-        src, dst, edge = (given.of_kind(kind) for kind in (_SRC, _DST, _EDGE))
+        arguments = _Arguments.of(self.conv, edge_index, size, values)
+        src, dst, edge = (arguments.of_kind(kind) for kind in (_SRC, _DST, _EDGE))
         if any(self.conv.node_dim % rows.dim() for rows in (*src.values(), *dst.values())):
             return self.chunked(edge_index, size, **values)
         order, reduce = edge_index.fetcher.edges.view_order, _REDUCES[type(self.conv.aggr_module).__name__]
         num_dropouts = self.rules.num_dropouts
         try:
-            message = _RoutedMessage(self.conv, given, self.resume_later(), self.edges_at_once, reduce).with_params()
+            message = _RoutedMessage(self.conv, arguments, self.resume_later(), self.edges_at_once).with_params()
         except (ConfigError, RuntimeError, IndexError, ValueError):  # it fails without edges, or reads other gradients
             self.rules.num_dropouts = num_dropouts
             return self.chunked(edge_index, size, **values)
         edge = {name: rows if order is None else rows.index_select(0, order) for name, rows in edge.items()}
-        params = list(message.params.values())
-        out = self.rules.view.propagate(message, src=src, dst=dst, edge=edge, params=params, reduce=reduce)
-        return functional.pad(out, (0, 0) * (out.dim() - 1) + (0, given.num_rows - len(out)))
+        inputs: Any = {"src": src, "dst": dst, "edge": edge, "params": [*message.params.values()]}
+        out = self.rules.view.propagate(message, reduce=reduce, **inputs)
+        return functional.pad(out, (0, 0) * (out.dim() - 1) + (0, arguments.num_rows - len(out)))
 
     def _can_chunk(self, edge_index: Any) -> bool:
         """True if propagate is torch_geometric's and reads only what belongs to the in-edges of a destination."""
         from torch_geometric.nn import Aggregation, MessagePassing
 
-        conv, kind, modules = self.conv, type(self.conv), list(self.conv.modules())
-        names = _read_names(conv)
+        kind, modules, names = type(self.conv), list(self.conv.modules()), _read_names(self.conv)
         ends = {name[:-2] for name in names if name[-2:] in ("_i", "_j")} - {"size", "edge_index"}
         generated = (MessagePassing.__module__, f"{kind.__module__}_{kind.__name__}_")
         return (
@@ -228,7 +227,7 @@ class _Convolution:
 
     def resume_later(self) -> _Resume:
         """Return a context with the present state of the rules, for now and for backward."""
-        rules, conv, view, before = self.rules, self.conv, self.rules.view, self.rules.num_dropouts
+        rules, before = self.rules, self.rules.num_dropouts
 
         @contextmanager
         def resume() -> Iterator[PassRules]:
@@ -236,7 +235,7 @@ class _Convolution:
                 rules.num_dropouts = before
                 yield rules
                 return
-            with _unchanged(conv), pass_over(view, conv, num_dropouts=before) as again:
+            with _unchanged(self.conv), pass_over(rules.view, self.conv, num_dropouts=before) as again:
                 yield again
 
         return resume
@@ -294,19 +293,16 @@ class _RoutedMessage:
     """The message of a convolution as one of ``view.propagate``."""
 
     conv: Any
-    given: _Arguments
+    arguments: _Arguments
     resume: _Resume
     edges_at_once: int
-    reduce: str
     params: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, src: Mapping[str, Any], dst: Mapping[str, Any], edge: Mapping[str, Any], *params: Tensor) -> Any:
-        inspector, ids, index = self.conv.inspector, edge["id"], self.given.edge_index
+        inspector, ids, index = self.conv.inspector, edge["id"], self.arguments.edge_index
         names = inspector.get_param_names("message")
-        values = {
-            name: (src if name[-2:] == "_j" else dst).get(name[:-2]) for name in names if name[-2:] in ("_i", "_j")
-        }
-        values = inspector.collect_param_data("message", {**self.given.values, **edge, **values})
+        ends = {n: (src if n[-2:] == "_j" else dst).get(n[:-2]) for n in names if n[-2:] in ("_i", "_j")}
+        values = inspector.collect_param_data("message", {**self.arguments.values, **edge, **ends})
         with self.resume() as rules:
             rules.begin_edges(index.like(ids.new_zeros(2, len(ids)), ids))
             try:
@@ -316,10 +312,10 @@ class _RoutedMessage:
 
     def with_params(self) -> _RoutedMessage:
         """Add the parameters that the message uses; raises an error if it does not work without edges."""
-        none, params = torch.zeros(0, dtype=torch.int64), dict(_Message(self.conv).named_parameters())
-        message = replace(self, params={name: value for name, value in params.items() if value.requires_grad})
-        src, dst, edge = ({n: rows[:0] for n, rows in self.given.of_kind(k).items()} for k in (_SRC, _DST, _EDGE))
-        call = MessageCall(message=message, reduce=self.reduce, num_dst=0, dst=dst, params=[*message.params.values()])
+        none, params = torch.zeros(0, dtype=torch.int64), self.conv.named_parameters("conv")
+        message = replace(self, params={name: value for name, value in params if value.requires_grad})
+        src, dst, edge = ({n: rows[:0] for n, rows in self.arguments.of_kind(k).items()} for k in (_SRC, _DST, _EDGE))
+        call = MessageCall(message=message, reduce="sum", num_dst=0, dst=dst, params=[*message.params.values()])
         block = MessageBlock(structure=CSR(none.new_zeros(1), none, 0), edge_ids=none, src=src, edge=edge)
         with torch.enable_grad():
             keys = [("params", index) for index in range(len(call.params))]

@@ -15,13 +15,11 @@ from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
-from gnnfleet.nn.pyg.layers import ModuleLayers, NotSplitError
+from gnnfleet.nn.pyg.layers import INPUTS, ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.memory import Propagation
 from gnnfleet.nn.pyg.random_graph import random_graph_like
 from gnnfleet.nn.pyg.rules import has_lazy_parameters, pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
-
-_INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 
 
 class PygModule(Model):
@@ -36,9 +34,7 @@ class PygModule(Model):
         inputs = {name: name.removesuffix("_dict") if self.takes_mappings else name for name in arguments}
         if not {"x", "edge_index"} <= set(inputs.values()):
             raise ConfigError(f"{name}.forward takes {', '.join(arguments)}: expected arguments x and edge_index")
-        others = [
-            argument for argument, is_required in arguments.items() if is_required and inputs[argument] not in _INPUTS
-        ]
+        others = [argument for argument in arguments if arguments[argument] and inputs[argument] not in INPUTS]
         if others:
             raise ConfigError(
                 f"{name}.forward needs {', '.join(others)}: expected x, edge_index, edge_weight, edge_attr, edge_type, "
@@ -47,7 +43,7 @@ class PygModule(Model):
         self._inputs = {
             argument: (inputs[argument], is_required)
             for argument, is_required in arguments.items()
-            if inputs[argument] in _INPUTS and getattr(module, f"supports_{argument}", True)
+            if inputs[argument] in INPUTS and getattr(module, f"supports_{argument}", True)
         }
         self.separate_layers: ModuleLayers | None = None
         self.reason_whole = ""  # why it runs as a whole; empty if the user chose it
@@ -63,10 +59,8 @@ class PygModule(Model):
             sample = random_graph_like(graph)
             inputs = self._named_inputs(LocalView.of_graph(sample), {"": sample.single_nodes.x})
             dtype = next((p.dtype for p in self.module.parameters()), torch.float32)
-            values = {name: plain(value) for name, value in inputs.items()}
-            self.separate_layers = ModuleLayers(
-                self.module, {name: t.to(dtype) if t.is_floating_point() else t for name, t in values.items()}
-            )
+            values = {name: t.to(dtype) if t.is_floating_point() else t for name, t in plain(inputs).items()}
+            self.separate_layers = ModuleLayers(self.module, values)
         except NotSplitError as error:
             self.reason_whole = str(error)
 

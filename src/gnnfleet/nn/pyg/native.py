@@ -75,9 +75,13 @@ _PEERS = {
 }
 
 
+def is_convolution(module: torch.nn.Module) -> bool:
+    return hasattr(module, "register_propagate_forward_pre_hook")
+
+
 def describe(module: torch.nn.Module) -> tuple[str, ...]:
     """Count the convolutions that ``run_native`` runs, for the user; nothing if there are no convolutions."""
-    convolutions = [child for child in module.modules() if hasattr(child, "register_propagate_forward_pre_hook")]
+    convolutions = list(filter(is_convolution, module.modules()))
     count = sum(find_peer(None, child) is not None for child in convolutions)
     return (f"{count} of {len(convolutions)} convolutions run on gnnfleet kernels",) if convolutions else ()
 

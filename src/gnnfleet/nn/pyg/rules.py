@@ -22,7 +22,7 @@ from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import batch_norm, mean_over_nodes
 from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
 from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
-from gnnfleet.nn.pyg.native import find_peer, run_native
+from gnnfleet.nn.pyg.native import find_peer, is_convolution, run_native
 from gnnfleet.nn.pyg.neighbor_sums import normalization_rule, scaled_messages
 from gnnfleet.nn.pyg.source_index import SourceIndex
 
@@ -114,13 +114,10 @@ def _forget_other_graphs(module: torch.nn.Module, stack: ExitStack) -> None:
 Replacements = Callable[[PassRules, torch.nn.Module], dict[str, Callable[..., Any]]]
 
 
-def _track_edges(rules: PassRules, module: torch.nn.Module, stack: ExitStack) -> None:
+def _track_edges(rules: PassRules, module: Any, stack: ExitStack) -> None:
     """Let the rules know when the rows of a MessagePassing module are those of edges."""
-    if not hasattr(module, "register_propagate_forward_pre_hook"):
+    if not is_convolution(module):
         return
-
-    def begin(_: Any, inputs: tuple[Any, ...]) -> None:
-        rules.begin_edges(inputs[0])
 
     def propagate(_: Any, inputs: tuple[Any, ...]) -> None:
         rules.propagated = inputs[0]
@@ -129,10 +126,7 @@ def _track_edges(rules: PassRules, module: torch.nn.Module, stack: ExitStack) ->
         if rules.row_types is not None:
             rules.row_types.mark_result(inputs[0], out)
 
-    def begin_messages(_: Any, inputs: Any) -> None:
-        rules.begin_edges(rules.propagated)
-
-    def end(_: Any, inputs: Any, out: Any) -> None:
+    def end(*_: Any) -> None:
         rules.edges = None
 
     def end_convolution(*_: Any) -> None:
@@ -146,12 +140,12 @@ def _track_edges(rules: PassRules, module: torch.nn.Module, stack: ExitStack) ->
         (module.register_propagate_forward_pre_hook, propagate),
         (module.register_propagate_forward_hook, end_propagate),
         (module.register_forward_hook, end_convolution),
-        (module.register_message_forward_pre_hook, begin_messages),
+        (module.register_message_forward_pre_hook, lambda *_: rules.begin_edges(rules.propagated)),
         (module.register_message_forward_hook, end_messages),
-        (module.register_edge_update_forward_pre_hook, begin),
+        (module.register_edge_update_forward_pre_hook, lambda _, inputs: rules.begin_edges(inputs[0])),
         (module.register_edge_update_forward_hook, end),
     ):
-        stack.callback(register(hook).remove)  # type: ignore[operator, arg-type]
+        stack.callback(register(hook).remove)
 
 
 def _dropout(
@@ -196,28 +190,25 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    if not training:
+        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
     norm = SimpleNamespace(
         running_mean=running_mean, running_var=running_var, weight=weight, bias=bias, momentum=momentum, eps=eps
     )
-    if training and rules.row_types is None and rules.edges is None and rules.propagated is not None:
+    if rules.row_types is None and rules.edges is None and rules.propagated is not None:
         num_dst = rules.view.num_dst  # behind its messages a convolution has meaningless rows of other sources
         return torch.cat([_norm_columns(rules.view, norm, input[:num_dst]), input[num_dst:]])
-    if training:
-        return _norm_columns(rules.view, norm, input)
-    return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
+    return _norm_columns(rules.view, norm, input)
 
 
 def _norm_columns(view: GraphView, module: Any, x: Tensor) -> Tensor:
     """Collective. Batch norm in training, of which the module may lack weights and running statistics."""
-    zeros = {"running_mean": x.new_zeros(x.shape[1]), "bias": x.new_zeros(x.shape[1])}
-    ones = {"running_var": x.new_ones(x.shape[1]), "weight": x.new_ones(x.shape[1])}
-    tensors = {
-        name: default if getattr(module, name) is None else getattr(module, name)
-        for name, default in (zeros | ones).items()
-    }
     counter = torch.zeros(())  # the module counts by itself
-    options = {"training": True, "momentum": module.momentum, "eps": module.eps, "num_batches_tracked": counter}
-    return batch_norm(view, x, SimpleNamespace(**tensors, **options))  # type: ignore[arg-type]
+    norm = SimpleNamespace(training=True, momentum=module.momentum, eps=module.eps, num_batches_tracked=counter)
+    for name, default in {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}.items():
+        tensor = getattr(module, name)
+        setattr(norm, name, x.new_full((x.shape[1],), default) if tensor is None else tensor)
+    return batch_norm(view, x, norm)  # type: ignore[arg-type]
 
 
 def _refuse_draws(rules: PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,10 +284,8 @@ def _norm_rule(name: str) -> Callable[..., Any]:
 
 def reads_all_nodes(module: torch.nn.Module) -> bool:
     """True for modules of torch_geometric with a rule over all nodes, among them all its norms but batch norm."""
-    names = (_MODULE_RULES.keys() - TYPED_MODULES.keys() - {"QuantileAggregation"}).intersection(
-        _library_classes(module)
-    )
-    return bool(names) and getattr(module, "mode", "graph") == "graph"
+    kinds = _MODULE_RULES.keys() - TYPED_MODULES.keys() - {"QuantileAggregation"}
+    return not kinds.isdisjoint(_library_classes(module)) and getattr(module, "mode", "graph") == "graph"
 
 
 def _library_classes(module: torch.nn.Module) -> list[str]:

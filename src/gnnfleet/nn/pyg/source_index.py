@@ -22,8 +22,6 @@ from gnnfleet.graph.views.local import SELF_LOOP_IDS
 from gnnfleet.graph.views.view import GraphView
 
 _CACHED_FETCHES = 2
-
-
 FetchCache = list[tuple[Tensor, int, Tensor]]
 """The last rows fetched: input, its version, result. A function of the calls, so ranks agree on it."""
 
@@ -171,14 +169,11 @@ def _get_item(func: Any, x: Any, at: Any) -> Any:
     if x.dim() == 1:
         return data[at] if isinstance(at, int) else x.like(data[plain(at)], x.edge_ids[plain(at)])
     if isinstance(at, int):
-        if not x.sources[at]:
-            return data[at]
-        return SourceIndex.make(data[at], x.fetcher, (True,), x.edge_ids)
+        return SourceIndex.make(data[at], x.fetcher, (True,), x.edge_ids) if x.sources[at] else data[at]
     if isinstance(at, tuple) and len(at) == 2:
         end, edges = at[0], plain(at[1])
         if isinstance(end, int):
-            row = x[end]
-            return row[edges]
+            return x[end][edges]
         if end is Ellipsis or end == slice(None):
             return x.like(data[:, edges], x.edge_ids[edges])
     raise ConfigError(f"a module takes edge_index[{at!r}]: expected one end of all edges, or both ends of some")
@@ -227,13 +222,12 @@ def _concatenate(func: Any, tensors: Iterable[Tensor], dim: int = 0) -> Any:
             "a module appends edges, as self-loops, to those between two node types: set add_self_loops=False there"
         )
     ids = first.fetcher.edges.source_ids
-    edge_ids = torch.cat(
-        [
-            t.edge_ids if isinstance(t, SourceIndex) else SELF_LOOP_IDS + ids[t[-1] if t.dim() == 2 else t]
-            for t in tensors
-        ]
-    )
-    return first.like(func([plain(tensor) for tensor in tensors], dim), edge_ids)
+
+    def ids_of(t: Tensor) -> Tensor:
+        return t.edge_ids if isinstance(t, SourceIndex) else SELF_LOOP_IDS + ids[t[-1] if t.dim() == 2 else t]
+
+    edge_ids = torch.cat([ids_of(tensor) for tensor in tensors])
+    return first.like(func(plain(tensors), dim), edge_ids)
 
 
 @_handles(torch.stack)
@@ -243,7 +237,7 @@ def _stack(func: Any, tensors: Iterable[Tensor], dim: int = 0) -> Any:
     if len(tensors) != 2 or dim or first.dim() != 1:
         raise ConfigError("a module stacks the sources of edges: expected the two ends of edges, along dimension 0")
     sources = tuple(isinstance(tensor, SourceIndex) for tensor in tensors)
-    return SourceIndex.make(func([plain(tensor) for tensor in tensors], dim), first.fetcher, sources, first.edge_ids)
+    return SourceIndex.make(func(plain(tensors), dim), first.fetcher, sources, first.edge_ids)
 
 
 @_handles(Tensor.flip, torch.flip)
