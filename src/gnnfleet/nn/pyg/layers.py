@@ -10,8 +10,7 @@ carry. Operations on edges alone, such as an encoder of edge features, run in ev
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, cast
 
@@ -36,13 +35,13 @@ class ModuleLayers:
         """Trace ``module`` and run it on ``sample``, inputs by name. Raises NotSplitError."""
         self._traces: dict[bool, _Trace] = {}
         for training in (False, True):  # ``self.training`` becomes a constant of a trace
-            with _mode(module, training=training), torch.random.fork_rng(devices=[]):
-                try:
-                    self._traces[training] = _Trace(module, sample)
-                except NotSplitError:
-                    raise
-                except Exception as error:
-                    raise NotSplitError(f"its forward pass cannot be traced ({first_line(error)})") from error
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    self._traces[training] = _Trace(copy.deepcopy(module).train(training), sample)
+            except NotSplitError:
+                raise
+            except Exception as error:
+                raise NotSplitError(f"its forward pass cannot be traced ({first_line(error)})") from error
         if self._traces[True].num_layers != self._traces[False].num_layers:
             raise NotSplitError("it has other convolutions in evaluation than in training")
 
@@ -104,7 +103,7 @@ class _Trace:
             live = [node for node in nodes if self._layer(node) <= index and users[node]]
             self._rows.append([node for node in live if not self._convolutions.isdisjoint(users[node])])
             self._carried.append([node for node in live if self._convolutions.isdisjoint(users[node])])
-        self._shapes = self._measure(root if not module.training else copy.deepcopy(root), sample)
+        self._shapes = self._measure(root, sample)
 
     def _assign_levels(self, graph: fx.Graph, root: torch.nn.Module) -> None:
         of_edges: set[fx.Node] = set()  # computed from edge inputs alone
@@ -134,28 +133,23 @@ class _Trace:
         return max(self._level[node] - 1, 0) if node in self._level else len(self._level)
 
     def _measure(self, root: torch.nn.Module, sample: Mapping[str, Tensor]) -> dict[fx.Node, torch.Size]:
-        """Shapes of rows, of the tensors that go from layer to layer."""
+        """Shapes of rows, of the tensors that go from layer to layer. The pass may change the state of ``root``."""
         passes: list[Any] = []
         passed_on = [node for nodes in self._rows + self._carried for node in nodes]
         checked = {self._result, *self._convolutions, *passed_on}
         env = {self._x: sample["x"], **{node: sample.get(name) for name, node in self._edges.items()}}
         convolutions: list[Any] = [module for module in root.modules() if is_convolution(module)]
-        hooks = [
-            module.register_propagate_forward_pre_hook(lambda conv, _: passes.append(conv)) for module in convolutions
-        ]
-        try:
-            with torch.no_grad():
-                for node in (node for nodes in self._layers for node in nodes if node is not self._x):
-                    passes.clear()
-                    env[node] = value = self._compute(node, root, env, None)
-                    if len(passes) > 1:
-                        raise NotSplitError(f"{type(passes[0]).__name__} passes messages more than once in a call")
-                    is_rows = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-                    if node in checked and not (is_rows and len(value) == len(sample["x"])):
-                        raise NotSplitError(f"{node.name} is no tensor with a row for each node")
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for module in convolutions:
+            module.register_propagate_forward_pre_hook(lambda conv, _: passes.append(conv))
+        with torch.no_grad():
+            for node in (node for nodes in self._layers for node in nodes if node is not self._x):
+                passes.clear()
+                env[node] = value = self._compute(node, root, env, None)
+                if len(passes) > 1:
+                    raise NotSplitError(f"{type(passes[0]).__name__} passes messages more than once in a call")
+                is_rows = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+                if node in checked and not (is_rows and len(value) == len(sample["x"])):
+                    raise NotSplitError(f"{node.name} is no tensor with a row for each node")
         return {node: cast(Tensor, env[node]).shape[1:] for node in passed_on}
 
     def run(
@@ -206,15 +200,3 @@ class _Trace:
 def _pack(tensors: Sequence[Tensor]) -> Tensor | None:
     flat = [tensor.flatten(1) for tensor in tensors]
     return None if not flat else flat[0] if len(flat) == 1 else torch.cat(flat, 1)
-
-
-@contextmanager
-def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a module into training or evaluation mode."""
-    modes = {child: child.training for child in module.modules()}
-    module.train(training)
-    try:
-        yield
-    finally:
-        for child, mode in modes.items():
-            child.training = mode
