@@ -16,13 +16,13 @@ from gnnfleet.graph.views.view import GraphView
 
 
 @contextmanager
-def _replaced(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Let ``module.name`` be ``function``."""
     module.__dict__[name] = function
     try:
         yield
     finally:
-        del module.__dict__[name]
+        module.__dict__.pop(name, None)  # an inner replacement may have removed it
 
 
 def _largest(view: GraphView, count: int) -> int:
@@ -59,7 +59,7 @@ def _quantile(view: GraphView, module: Any, forward: Any, x: Tensor, ptr: Any = 
 def _equilibrium(view: GraphView, module: Any, forward: Any, x: Tensor, dim_size: int, **kwargs: Any) -> Any:
     """Collective. Minimize an energy whose second term is a mean over all nodes."""
     nodes = view.sum_over_nodes(x.new_full((1,), dim_size))  # includes those without messages
-    with _replaced(module, "reg", lambda y: module.softplus(module.lamb) * y.square().sum() / nodes):
+    with replaced(module, "reg", lambda y: module.softplus(module.lamb) * y.square().sum() / nodes):
         return forward(x, dim_size=dim_size, **kwargs)
 
 
@@ -71,7 +71,7 @@ def _gps(view: GraphView, module: Any, forward: Any, x: Tensor, edge_index: Tens
         rows = view.gather_rows(query[0], torch.arange(count))[None]
         return attend(query, rows, rows, need_weights=False) if others else attend(rows)[:, view.node_ids]
 
-    with _replaced(module.attn, "forward", attend_to_all):
+    with replaced(module.attn, "forward", attend_to_all):
         return forward(x, edge_index, **kwargs)
 
 
@@ -85,7 +85,7 @@ def _hetero_batch_norm(view: GraphView, module: Any, forward: Any, x: Tensor, ty
         mean = view.sum_over_nodes(member @ x) / count.clamp(min=1)
         var = view.sum_over_nodes(member @ (x - mean[type_vec]).square()) / count.clamp(min=1)
     present = count[:, 0].nonzero()[:, 0]  # a row of every type, also of those without local nodes
-    with _replaced(module, "mean_var", lambda *args, **kwargs: (mean, var)):
+    with replaced(module, "mean_var", lambda *args, **kwargs: (mean, var)):
         return forward(torch.cat([x, mean[present]]), torch.cat([type_vec, present]))[: len(x)]
 
 

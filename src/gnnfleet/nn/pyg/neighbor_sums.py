@@ -60,9 +60,8 @@ def _normalize(
     edge_index, weight = add(edge_index, edge_weight, 1.0, count)
     scale = torch.where(degree > 0, degree, torch.inf).rsqrt()
     src, dst = plain(edge_index)
-    if weight is not None:  # a sample may lack the self-loop of a node
-        weight = torch.cat([weight[: len(dst) - count], loops[:count]])
-    weight = scale.new_ones(len(dst)) if weight is None else weight
+    # A sample may lack the self-loop of a node.
+    weight = scale.new_ones(()) if weight is None else torch.cat([weight[: len(dst) - count], loops[:count]])
     return edge_index, (scale[src] * weight * scale[dst]).to(dtype if edge_weight is None else edge_weight.dtype)
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import batch_norm, mean_over_nodes
-from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES
+from gnnfleet.nn.pyg.global_modules import GLOBAL_MODULES, replaced
 from gnnfleet.nn.pyg.hetero import TYPED_MODULES, RowTypes
 from gnnfleet.nn.pyg.native import find_peer, is_convolution, run_native
 from gnnfleet.nn.pyg.neighbor_sums import normalization_rule, scaled_messages
@@ -45,18 +45,16 @@ def pass_over(
         for child in module.modules():
             peer = find_peer(view, child)
             for name, method in replacements(rules, child).items() if replacements else ():
-                vars(child)[name] = method
-                stack.callback(vars(child).pop, name)
+                stack.enter_context(replaced(child, name, method))
             _track_edges(rules, child, stack)
             _forget_other_graphs(child, stack)
             rule = next((_MODULE_RULES[name] for name in _library_classes(child) if name in _MODULE_RULES), None)
             rule = normalization_rule(child) if rule is None else rule
             if rule is not None:
-                child.__dict__["forward"] = partial(rule, view, child, child.forward)
-                stack.callback(child.__dict__.pop, "forward", None)
+                stack.enter_context(replaced(child, "forward", partial(rule, view, child, child.forward)))
             if peer is not None:
-                child.__dict__["forward"] = partial(run_native, peer, view, child, rules.next_edge_mask, child.forward)
-                stack.callback(child.__dict__.pop, "forward", None)
+                forward = partial(run_native, peer, view, child, rules.next_edge_mask, child.forward)
+                stack.enter_context(replaced(child, "forward", forward))
             if rules.row_types is not None:
                 stack.callback(child.register_forward_hook(rules.row_types.mark_mapping).remove)
         stack.enter_context(rules)
