@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,8 @@ def closure_loop(world: World, store: str, direct: bool) -> Outcome:
         loss.backward() if direct else fleet.backward(loss)
         return loss
 
-    return outcome(model, [optimizer.step(closure).item() for _ in range(2)])
+    step = partial(optimizer.step, closure=closure) if direct else partial(optimizer.step, closure)
+    return outcome(model, [step().item() for _ in range(2)])
 
 
 def test_closures_of_optimizers_get_sums(pool: RankPool, store: Path) -> None:

@@ -16,6 +16,7 @@ from gnnfleet.graph.export import export_tables
 from gnnfleet.graph.graph import EdgeType, Graph, validated_nodes
 from gnnfleet.graph.ingest.tables import EdgeTable, NodeTable, TableSpec, classify_tables, import_tables
 from gnnfleet.graph.store import EDGE_ARRAYS, NODE_ARRAYS, open_store
+from gnnfleet.report.progress import Progress
 
 BUYS, KNOWS = EdgeType("user", "buys", "a/b. product"), EdgeType("user", "knows", "user")
 
@@ -105,7 +106,7 @@ def test_graphs_in_memory_are_exported(tmp_path: Path, dtype: torch.dtype) -> No
 
 
 def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
-    class Broken:
+    class Broken(Progress):
         def stage(self, name: str, total: float | None = None) -> Any:
             raise KeyboardInterrupt
 

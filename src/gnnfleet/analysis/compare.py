@@ -25,7 +25,7 @@ from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.report.metrics import read_metrics
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 from gnnfleet.strategies.protocol import RANK_LOCAL
 from gnnfleet.strategies.registry import STRATEGIES, find_spec, reference_config
 from gnnfleet.training.build import validate
@@ -135,7 +135,7 @@ def one_epoch_steps(graph: Graph, config: RunConfig) -> SettingsTree:
     return one_pass(config.strategy, count, config.workers)
 
 
-def train_all(comparison: Comparison, *, progress: Progress = NoProgress(), say: Callable[[str], None]) -> list[str]:
+def train_all(comparison: Comparison, *, progress: Progress = Progress(), say: Callable[[str], None]) -> list[str]:
     """Train every strategy and return those that could be trained; raises the first error if there are none."""
     trained, errors = [], []
     for name in comparison.strategies:
@@ -151,7 +151,7 @@ def train_all(comparison: Comparison, *, progress: Progress = NoProgress(), say:
 
 
 def check_all(
-    comparison: Comparison, names: Sequence[str], *, progress: Progress = NoProgress()
+    comparison: Comparison, names: Sequence[str], *, progress: Progress = Progress()
 ) -> dict[str, EqualityCheck]:
     checks: dict[str, EqualityCheck] = {}
     references: dict[str, Path] = {}

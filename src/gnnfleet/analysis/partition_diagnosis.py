@@ -23,7 +23,7 @@ from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.launch.tma_subgraph import make_global_training, make_local_training
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 from gnnfleet.strategies.protocol import GradientSource, Strategy
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 
@@ -70,7 +70,7 @@ def diagnose(
     steps: int = 20,
     *,
     batches: int = BATCHES,
-    progress: Progress = NoProgress(),
+    progress: Progress = Progress(),
 ) -> list[DiagnosisRow]:
     """Measure each scheme, ``super`` with each number of super-nodes (0: the default number).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from gnnfleet.graph.views.local import LocalEdges, LocalView
 from gnnfleet.graph.views.view_base import NodeRows
 from gnnfleet.nn.pyg.source_index import SourceIndex
 from gnnfleet.ops import buffers
-from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.csr import CSR, offsets_of
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.full_batch.ring_view import RingView
 from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler
@@ -129,11 +129,12 @@ class FleetLoader:
         own = data.n_id if self.input_nodes is None else data.n_id[self.input_nodes]
         self._ids = torch.cat(all_gather_rows(self.world, own)).sort().values
         self._is_owned = torch.isin(self._ids, own)
-        self._sampler: NeighborSampler | DistNeighborSampler
+        self._sample: Callable[[dict[str, Tensor], DrawKey], list[LocalView]]
         if isinstance(view, RingView):
-            self._sampler = DistNeighborSampler(view, view.ring, self.num_neighbors, replace=self.replace)
+            sampler = DistNeighborSampler(view, view.ring, self.num_neighbors, replace=self.replace)
+            self._sample = lambda seeds, key: sampler.blocks([(seeds, key)])[0].views
         else:
-            self._sampler = NeighborSampler(data.graph, self.num_neighbors, replace=self.replace)
+            self._sample = NeighborSampler(data.graph, self.num_neighbors, replace=self.replace).blocks
 
     def __len__(self) -> int:
         return count_batches(len(self._ids), self.batch_size)
@@ -147,12 +148,8 @@ class FleetLoader:
             yield self._batch(seeds, DrawKey(self.seed, epoch, step))
 
     def _batch(self, seeds: Tensor, key: DrawKey) -> PartData:
-        (kind,), data, sampler = self.data.graph.nodes, self.data, self._sampler
-        if isinstance(sampler, DistNeighborSampler):
-            views = sampler.blocks([({kind: seeds}, key)])[0].views
-        else:
-            views = sampler.blocks({kind: seeds}, key)
-        view = _stack_hops(views, data.view)
+        (kind,), data = self.data.graph.nodes, self.data
+        view = _stack_hops(self._sample({kind: seeds}, key), data.view)
         x = None if data.x is None else data.view.gather_rows(data.x, view.node_ids)
         y = None if data.y is None else data.y[data.view.nodes[kind].row_index.rows(seeds)]
         return PartData(view, data.graph, x, y, data.dtype, len(seeds))
@@ -165,32 +162,34 @@ def _stack_hops(views: Sequence[LocalView], source: View) -> LocalView:
     not depend on the other seeds of the batch.
     """
     ((kind, nodes),), (edge_type,) = views[0].nodes.items(), views[0].relations
-    rows, count, position = torch.arange(views[-1].num_dst), 0, torch.empty_like(nodes.node_ids)
-    columns: dict[str, list[Tensor]] = {
-        name: [] for name in ("id", "scale", "dst", "src", "edge_ids", "weight", "attr")
-    }
+    rows, count = torch.arange(views[-1].num_dst), 0
+    ids, scales, hops = [], list[Tensor](), list[LocalEdges]()
     for view in views[::-1]:  # from the seeds outward
-        edges = view.relations[edge_type]
-        position.fill_(-1)[rows] = torch.arange(count, count + len(rows))
-        dst = position[edges.structure.row.long()]
-        kept, count = dst >= 0, count + len(rows)
-        columns["id"].append(nodes.node_ids[rows])
-        columns["scale"].append(edges.sampling_scale()[rows] if edges.sampling_scale else torch.ones(len(rows)))
+        edges, count = view.relations[edge_type], count + len(rows)
+        indptr = edges.structure.indptr
+        offsets = offsets_of(indptr.diff()[rows])
+        kept = torch.repeat_interleave(indptr[rows] - offsets[:-1], offsets.diff())
+        kept += torch.arange(len(kept))
+        ids.append(nodes.node_ids[rows])
+        scales.append(edges.sampling_scale()[rows] if edges.sampling_scale else torch.ones(len(rows)))
         rows, src = torch.unique(edges.structure.col[kept].long(), return_inverse=True)
-        columns["dst"].append(dst[kept])
-        columns["src"].append(src + count)
-        for name in ("edge_ids", "weight", "attr"):
-            columns[name] += [] if getattr(edges, name) is None else [getattr(edges, name)[kept]]
-    ids = torch.cat([*columns["id"], nodes.node_ids[rows]])
-    table = {name: torch.cat(pieces) for name, pieces in columns.items() if pieces}
-    indptr = torch.zeros(len(ids) + 1, dtype=torch.int64)
-    indptr[1:] = torch.bincount(table["dst"], minlength=len(ids)).cumsum(0)
-    scale = torch.cat([table["scale"].double(), torch.ones(len(rows)).double()])
+        hops.append(edges.select(CSR(offsets, src + count, count + len(rows)), kept))
+    n_id = torch.cat([*ids, nodes.node_ids[rows]])
+    scale = torch.cat([*scales, torch.ones(len(rows))]).double()
+    degrees = [*(hop.structure.indptr.diff() for hop in hops), torch.zeros_like(rows)]
+    structure = CSR(offsets_of(torch.cat(degrees)), torch.cat([hop.structure.col for hop in hops]), len(n_id))
+    weights = [hop.weight for hop in hops if hop.weight is not None]
+    attrs = [hop.attr for hop in hops if hop.attr is not None]
 
     @cache
     def degree(number: int) -> Tensor:
-        return source.gather_rows(source.nodes[kind].degree(number)[:, None], ids)[:, 0]
+        return source.gather_rows(source.nodes[kind].degree(number)[:, None], n_id)[:, 0]
 
-    structure, data = CSR(indptr, table["src"], len(ids)), (table.get("weight"), table.get("attr"))
-    edges = LocalEdges(structure, table["edge_ids"], *data, sampling_scale=lambda: scale)
-    return LocalView({kind: NodeRows(ids, len(ids), degree)}, {edge_type: edges}, key=views[0].key)
+    edges = LocalEdges(
+        structure,
+        torch.cat([hop.edge_ids for hop in hops]),
+        torch.cat(weights) if weights else None,
+        torch.cat(attrs) if attrs else None,
+        sampling_scale=lambda: scale,
+    )
+    return LocalView({kind: NodeRows(n_id, len(n_id), degree)}, {edge_type: edges}, key=views[0].key)

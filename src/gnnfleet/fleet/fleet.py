@@ -58,7 +58,7 @@ class Fleet:
         self._data: PartData | None = None  # opened last
         self._loaders: list[FleetLoader] = []
         self._passes: list[tuple[torch.nn.Module, ExitStack]] = []
-        self._parameters: dict[torch.nn.Parameter, bool] = {}  # in order of registration: has it a hook?
+        self._parameters: dict[torch.nn.Parameter, None] = {}  # with hooks, in the order of all ranks
         self._summed: dict[torch.nn.Parameter, Tensor] = {}  # gradients that are sums over ranks
         self._scale = 1 / self.size  # of a share
 
@@ -230,10 +230,9 @@ class Fleet:
     def _watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of these parameters, the same ones in the same order on all ranks."""
         for parameter in parameters:
-            has_hook = self._parameters.setdefault(parameter, False)
-            if self.size > 1 and parameter.requires_grad and not has_hook:
+            if self.size > 1 and parameter.requires_grad and parameter not in self._parameters:
                 parameter.register_hook(partial(self._begin_share, parameter))  # type: ignore[no-untyped-call]
-                self._parameters[parameter] = True
+                self._parameters[parameter] = None
 
     def _begin_share(self, parameter: torch.nn.Parameter, share: Tensor) -> Tensor:
         """Scale what autograd is about to add to a gradient."""
@@ -258,16 +257,18 @@ class Fleet:
             self._sum_gradients()
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Sum gradients before a step, and after every call of its closure."""
         self._sum_new_gradients()
-        if len(args) < 2 or args[1] is None:
-            return None
 
-        def closure() -> Any:
-            loss = args[1]()
-            self._sum_new_gradients()
-            return loss
+        def summing(closure: Any) -> Any:
+            def call() -> Any:
+                loss = closure()
+                self._sum_new_gradients()
+                return loss
 
-        return (args[0], closure), kwargs
+            return call if callable(closure) else closure
+
+        return (args[0], *map(summing, args[1:])), {name: summing(value) for name, value in kwargs.items()}
 
     def _end_step(self, *_: Any) -> None:
         self._steps, self._forwards = self._steps + 1, 0

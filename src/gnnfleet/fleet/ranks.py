@@ -16,16 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from gnnfleet.comm.failure import Failure
-from gnnfleet.comm.heartbeat import FailureDetector, HeartbeatConfig
+from gnnfleet.comm.heartbeat import FailureDetector
 from gnnfleet.comm.launch_env import LaunchEnv
-from gnnfleet.comm.process_lifetime import die_with_parent, end_soon_after_signals, exit_process, interrupt_code
-from gnnfleet.comm.rendezvous import rendezvous
-from gnnfleet.comm.world import World, init_world
+from gnnfleet.comm.process_lifetime import exit_process, interrupt_code
+from gnnfleet.comm.world import World
 from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT
 from gnnfleet.errors import ConfigError, ExchangeError, GnnfleetError
 from gnnfleet.launch import local_launcher
-from gnnfleet.launch.rank_main import report_failure
+from gnnfleet.launch.rank_main import join_ranks
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
 
@@ -40,25 +38,13 @@ def script_world(silence_limit: float) -> World:
         env = LaunchEnv.from_environment()
         if env is None or env.size == 1:
             return World()
-        _worlds.append(_join(env, silence_limit))
+        ranks = ExitStack()
+        joined = join_ranks(env, print_errors=True, silence_limit=silence_limit)
+        world, _, detector = ranks.enter_context(joined)
+        sys.excepthook = partial(_fail, detector)
+        atexit.register(ranks.close)
+        _worlds.append(world)
     return _worlds[0]
-
-
-def _join(env: LaunchEnv, silence_limit: float) -> World:
-    """Join the others and watch them until this process exits."""
-    if env.agent:
-        die_with_parent()
-    detectors: list[FailureDetector] = []
-    end_soon_after_signals(lambda: detectors[0].stopping() if detectors else None)
-    ranks = ExitStack()
-    joined = ranks.enter_context(rendezvous(env))
-    report: Callable[[Failure], None] = partial(report_failure, env, print_errors=True)
-    detectors.append(FailureDetector(joined, report, config=HeartbeatConfig(timeout=silence_limit)))
-    ranks.enter_context(detectors[0])
-    world = ranks.enter_context(init_world(joined))
-    sys.excepthook = partial(_fail, detectors[0])
-    atexit.register(ranks.close)
-    return world
 
 
 def _fail(
@@ -94,6 +80,8 @@ def launch(
             'if __name__ == "__main__":'
         )
     file = Path(getattr(getattr(function, "__code__", None), "co_filename", "")).resolve()
+    if workers < 1:
+        raise ConfigError(f"workers is a number from 1, found {workers}")
     if workers > 1 and not (file.is_file() and name.isidentifier()):
         raise ConfigError(
             f"workers cannot find {name or function}: expected a function at the top level of a file, which a notebook "

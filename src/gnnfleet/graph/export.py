@@ -24,7 +24,7 @@ from gnnfleet.errors import StoreError
 from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes
 from gnnfleet.graph.store import edge_dir, node_dir
 from gnnfleet.io.atomic import partial_path
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 _ROWS_PER_BATCH = 1 << 17
 _VALUES_PER_BATCH = 1 << 23
@@ -35,7 +35,7 @@ def export_tables(graph: Graph, directory: str | Path, *, progress: Progress | N
 
     Raises StoreError if the directory exists and is not empty.
     """
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreError(f"{target} already exists: choose another output or remove it")

@@ -45,7 +45,24 @@ def write_event_scores(built: BuiltRun, events: Path, path: Path) -> int:
 
 def score_events(built: BuiltRun, events: pa.Table, name: str = "the events") -> Tensor:
     """[n], or [n, C] for classes, of a table in the order of time; errors call the table ``name``."""
-    return built.event_predictor.score(_stream(built, events, name))
+    stream, kind, graph = built.event_predictor.task.stream, _edge_type(built), built.graph
+    src, dst = (
+        torch.from_numpy(graph.nodes[node].ids.rows(events[end].to_pylist())) + graph.node_offsets[node]
+        for end, node in zip(END_COLUMNS, (kind.src, kind.dst), strict=True)
+    )
+    time = _times(events)
+    if stream.t.dtype == torch.int64 and time.is_floating_point() and bool((time != time.round()).any()):
+        raise InputError(f"{name}, column 'time': times of this run are whole numbers, found fractions: round them")
+    following = EventStream(
+        src=src,
+        dst=dst,
+        t=time.to(stream.t.dtype),
+        num_nodes=stream.num_nodes,
+        destinations=stream.destinations,
+        edge_ids=torch.arange(len(time)),
+        msg=None if stream.msg is None else _features(events, stream.msg, graph.edges[kind].columns, name),
+    )
+    return built.event_predictor.score(following)
 
 
 def _edge_type(built: BuiltRun) -> EdgeType:
@@ -70,27 +87,6 @@ def _times(table: pa.Table) -> Tensor:
         zone = column.type.tz if pa.types.is_timestamp(column.type) else None
         column = column.cast(pa.timestamp("us", zone)).cast(pa.int64())
     return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
-
-
-def _stream(built: BuiltRun, table: pa.Table, name: str) -> EventStream:
-    """A table as events that follow those of the run."""
-    stream, kind, graph = built.event_predictor.task.stream, _edge_type(built), built.graph
-    src, dst = (
-        torch.from_numpy(graph.nodes[node].ids.rows(table[end].to_pylist())) + graph.node_offsets[node]
-        for end, node in zip(END_COLUMNS, (kind.src, kind.dst), strict=True)
-    )
-    time = _times(table)
-    if stream.t.dtype == torch.int64 and time.is_floating_point() and bool((time != time.round()).any()):
-        raise InputError(f"{name}, column 'time': times of this run are whole numbers, found fractions: round them")
-    return EventStream(
-        src=src,
-        dst=dst,
-        t=time.to(stream.t.dtype),
-        num_nodes=stream.num_nodes,
-        destinations=stream.destinations,
-        edge_ids=torch.arange(len(time)),
-        msg=None if stream.msg is None else _features(table, stream.msg, graph.edges[kind].columns, name),
-    )
 
 
 def _features(table: pa.Table, msg: Tensor, columns: ColumnGroups, name: str) -> Tensor:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,14 +96,11 @@ def report_failure(env: LaunchEnv, failure: Failure, *, print_errors: bool) -> N
         print_note(f"error: {prefix}{failure.text}")
 
 
-def run_rank(
-    env: LaunchEnv,
-    work: Callable[[World, Rendezvous], object],
-    *,
-    print_errors: bool,
-    silence_limit: float = DEFAULT_SILENCE_LIMIT,
-) -> NoReturn:
-    """Run ``work`` as a rank and end the process.
+@contextmanager
+def join_ranks(
+    env: LaunchEnv, *, print_errors: bool, silence_limit: float
+) -> Iterator[tuple[World, Rendezvous, FailureDetector]]:
+    """Join the other ranks and watch them; an error inside ends this process.
 
     With ``print_errors`` a failure is printed. Otherwise the launcher reads it from the error file of torchrun.
     """
@@ -113,18 +110,29 @@ def run_rank(
     detectors: list[FailureDetector] = []  # one, once this rank has joined
     end_soon_after_signals(lambda: detectors[0].stopping() if detectors else None)
     try:
-        try:
-            with rendezvous(env) as joined:
-                detector = FailureDetector(joined, report, config=HeartbeatConfig(timeout=silence_limit))
-                detectors.append(detector)
-                with detector, init_world(joined) as world:
-                    work(world, joined)
-        except Exception as error:
-            for detector in detectors:
-                detector.fail(error)
-            failure = Failure.from_error(error, env.rank)
-            report(failure)
-            exit_process(failure.exit_code)
+        with rendezvous(env) as joined:
+            detectors.append(FailureDetector(joined, report, config=HeartbeatConfig(timeout=silence_limit)))
+            with detectors[0], init_world(joined) as world:
+                yield world, joined, detectors[0]
+    except Exception as error:
+        for detector in detectors:
+            detector.fail(error)
+        failure = Failure.from_error(error, env.rank)
+        report(failure)
+        exit_process(failure.exit_code)
+
+
+def run_rank(
+    env: LaunchEnv,
+    work: Callable[[World, Rendezvous], object],
+    *,
+    print_errors: bool,
+    silence_limit: float = DEFAULT_SILENCE_LIMIT,
+) -> NoReturn:
+    """Run ``work`` as a rank and end the process."""
+    try:
+        with join_ranks(env, print_errors=print_errors, silence_limit=silence_limit) as (world, joined, _):
+            work(world, joined)
     except KeyboardInterrupt as stop:
         exit_process(interrupt_code(stop))
     exit_process(0)

@@ -6,29 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.progress import TimeElapsedColumn
 
 LINE_INTERVAL = 5.0
 
 
-class Progress(Protocol):
-    """Takes progress of long work. ``stage`` opens a named stage and returns a function that takes the amount done."""
-
-    def stage(self, name: str, total: float | None = None) -> Callable[[float], None]: ...
-
-
-class NoProgress:
-    """No progress: the default of library calls."""
+class Progress:
+    """Takes progress of long work. This one drops it: the default of library calls."""
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
+        """Open a named stage; the result takes the amount done."""
         return lambda amount: None
 
 
-class LineProgress:
+class LineProgress(Progress):
     """One line when a stage starts, then at most one every ``LINE_INTERVAL`` seconds: for logs and pipes."""
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
@@ -47,43 +42,27 @@ class LineProgress:
         return advance
 
 
-class BarProgress:
+class BarProgress(RichProgress, Progress):
     """A live display, one line per stage."""
-
-    def __init__(self, display: RichProgress) -> None:
-        self._display = display
-        self._current: int | None = None
 
     def stage(self, name: str, total: float | None = None) -> Callable[[float], None]:
         self.finish()
-        task = self._display.add_task(name, total=total)
-        self._current = task
-        return lambda amount: self._display.advance(task, amount)
+        return partial(self.advance, self.add_task(name, total=total))
 
     def finish(self) -> None:
-        """Complete the bar of the previous stage."""
-        if self._current is not None:
-            task = self._display.tasks[self._current]
+        """Complete the bar of the last stage."""
+        for task in self.tasks[-1:]:
             total = task.total or max(task.completed, 1)
-            self._display.update(task.id, total=total, completed=total)
+            self.update(task.id, total=total, completed=total)
 
 
 @contextmanager
 def make_progress(quiet: bool = False) -> Iterator[Progress]:
     """Progress that suits standard error: bars on a terminal, plain lines elsewhere."""
-    if quiet:
-        yield NoProgress()
-    elif not sys.stderr.isatty():
-        yield LineProgress()
-    else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with RichProgress(*columns, console=Console(stderr=True)) as display:
-            bars = BarProgress(display)
-            yield bars
-            bars.finish()
+    if quiet or not sys.stderr.isatty():
+        yield Progress() if quiet else LineProgress()
+        return
+    columns = (*RichProgress.get_default_columns(), TimeElapsedColumn())
+    with BarProgress(*columns, console=Console(stderr=True)) as bars:
+        yield bars
+        bars.finish()

@@ -18,7 +18,7 @@ from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.temporal.model import TemporalModel
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 from gnnfleet.tasks.base import Task
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.train_options import TrainConfig
@@ -36,7 +36,7 @@ class RankContext:
 
     world: World = field(default_factory=World)
     shard: Shard | None = None  # placement partition: this rank's part
-    progress: Progress = NoProgress()
+    progress: Progress = Progress()
     log_user: Callable[[str], None] = lambda text: None  # shows a line to the user, on the first rank
     message_store: MessageStore | None = None  # execution supervised: connects the coordinator to its trainers
     assignment: NodeAssignment | None = None  # placement clusters: the nodes of each trainer

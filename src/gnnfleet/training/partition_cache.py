@@ -28,7 +28,7 @@ from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, open_chunk
 from gnnfleet.graph.partition.node_assignment import ClusterMap, write_clusters
 from gnnfleet.graph.partition.partitioned_graph import Partition, write_partition
 from gnnfleet.io.bundle import Bundle
-from gnnfleet.report.progress import NoProgress, Progress, make_progress
+from gnnfleet.report.progress import Progress, make_progress
 from gnnfleet.report.remarks import print_note
 
 SEED = 0
@@ -48,7 +48,7 @@ def empty_parts_warning(graph: Graph, parts: int) -> str | None:
 
 
 def ensure_placement(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Progress(), quiet: bool = True
 ) -> Path | None:
     """The partition, clusters or chunk layouts that the strategy of a run needs; None if it needs nothing."""
     if config.spec.placement == "none":
@@ -58,7 +58,7 @@ def ensure_placement(
 
 
 def ensure_partition(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Progress(), quiet: bool = True
 ) -> Path:
     """The partition of a run in its store, one part per worker; made if missing, damaged or of other data.
 
@@ -77,7 +77,7 @@ def ensure_partition(
 
 
 def ensure_clusters(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Progress(), quiet: bool = True
 ) -> Path | None:
     """The clusters that are assigned to trainers, cached like partitions; None if nodes are assigned one by one."""
     method, clusters = config.partition or config.strategy.partitioner, config.strategy.num_clusters
@@ -95,7 +95,7 @@ def ensure_clusters(
 
 
 def ensure_layouts(
-    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = NoProgress(), quiet: bool = True
+    graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Progress(), quiet: bool = True
 ) -> Path:
     """Chunk layouts for every degree of graph parallelism that the strategy may choose."""
     if len(graph.nodes) > 1:

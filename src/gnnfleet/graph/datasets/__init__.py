@@ -18,7 +18,7 @@ from gnnfleet.graph.datasets.events import EventsConfig, make_events
 from gnnfleet.graph.datasets.rmat import RmatConfig, make_rmat
 from gnnfleet.graph.datasets.shop import ShopConfig, make_shop
 from gnnfleet.graph.graph import Graph
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_dataset(name: str) -> Dataset:
     return DATASETS[name]
 
 
-def make_dataset(name: str, *, progress: Progress = NoProgress(), **settings: Any) -> Graph:
+def make_dataset(name: str, *, progress: Progress = Progress(), **settings: Any) -> Graph:
     """Generate a graph; raises ConfigError for an unknown name or a wrong parameter."""
     dataset = find_dataset(name)
     return dataset.make(dataset.configure(settings), progress)

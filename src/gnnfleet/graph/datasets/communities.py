@@ -28,7 +28,7 @@ from gnnfleet.graph.datasets.base import (
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 # Layers of the draws.
 _SIZES, _DEGREES, _IDS, _INSIDE, _ACROSS, _SURPLUS, _CLASS, _COMMUNITY, _NOISE, _SPLIT = range(10)
@@ -86,7 +86,7 @@ class _Positions(NamedTuple):
     slots: WeightedChoice
 
 
-def make_communities(config: CommunitiesConfig, progress: Progress = NoProgress()) -> Graph:
+def make_communities(config: CommunitiesConfig, progress: Progress = Progress()) -> Graph:
     """Generate a symmetric graph without self-loops or repeated edges, with features, labels and a split."""
     advance = progress.stage("generate", 3)
     draws = config.draws

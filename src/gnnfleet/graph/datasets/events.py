@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops import csr
 from gnnfleet.ops.generate import WeightedChoice, integer_weights, normal_rows, normal_rows_around
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 USER, ITEM = "user", "item"
 INTERACTS = EdgeType(USER, "interacts", ITEM)
@@ -75,7 +75,7 @@ class _Tastes(NamedTuple):
     changes_at: Tensor  # [users] float64: share of the stream; above 1 if it never changes
 
 
-def make_events(config: EventsConfig, progress: Progress = NoProgress()) -> Graph:
+def make_events(config: EventsConfig, progress: Progress = Progress()) -> Graph:
     """Generate two node types and one edge type with times, order and features."""
     advance = progress.stage("generate", 3)
     draws, count = config.draws, config.events

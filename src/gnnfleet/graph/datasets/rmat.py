@@ -19,7 +19,7 @@ from gnnfleet.graph.datasets.base import (
 from gnnfleet.graph.graph import EDGE, NODE, Graph, Nodes
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops.generate import normal_rows, rmat
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 _EDGES, _IDS, _SURPLUS, _FEATURES, _LABELS, _SPLIT = range(6)
 
@@ -56,7 +56,7 @@ class RmatConfig(DatasetConfig):
         return self.edges or round(self.num_nodes * self.edge_factor)
 
 
-def make_rmat(config: RmatConfig, progress: Progress = NoProgress()) -> Graph:
+def make_rmat(config: RmatConfig, progress: Progress = Progress()) -> Graph:
     """Generate a directed or symmetric graph; its features and labels are independent of the edges."""
     advance = progress.stage("generate", 2)
     draws, count = config.draws, config.num_nodes

@@ -25,7 +25,7 @@ from gnnfleet.graph.graph import Edges, EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.io.bundle import DTYPES
 from gnnfleet.ops import csr
 from gnnfleet.ops.generate import WeightedChoice, normal_rows, normal_rows_around
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 USER, PRODUCT, BRAND = "user", "product", "brand"
 BUYS, VIEWS, MADE_BY = (
@@ -77,7 +77,7 @@ class _Choices(NamedTuple):
     users: WeightedChoice
 
 
-def make_shop(config: ShopConfig, progress: Progress = NoProgress()) -> Graph:
+def make_shop(config: ShopConfig, progress: Progress = Progress()) -> Graph:
     """Generate three node types and three edge types, or six with their reverses."""
     advance = progress.stage("generate", 3)
     draws = config.draws

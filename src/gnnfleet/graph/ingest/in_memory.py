@@ -23,7 +23,7 @@ from gnnfleet.graph.ingest.spec import ImportReport, ImportRules, count_edges, c
 from gnnfleet.graph.split import parse_rule, split_nodes
 from gnnfleet.graph.store import KIND, save_store
 from gnnfleet.io.bundle import DTYPES, check_target
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 
 def import_in_memory(
@@ -39,7 +39,7 @@ def import_in_memory(
 
     ``attributes`` are arguments of ``from_networkx`` for ``.graphml`` and ``.gml`` files.
     """
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     started = time.monotonic()
     output = Path(output)
     check_target(output, KIND, overwrite)

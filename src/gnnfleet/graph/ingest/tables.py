@@ -22,7 +22,7 @@ from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
 from gnnfleet.graph.store import KIND, edge_entry, node_entry
 from gnnfleet.io.bundle import BundleWriter
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 __all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "classify_tables", "import_tables"]
 
@@ -31,7 +31,7 @@ def import_tables(
     spec: TableSpec, output: str | Path, *, overwrite: bool = False, progress: Progress | None = None
 ) -> ImportReport:
     """Write a store from tables; raises InputError naming file, row and column of a bad cell."""
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     started = time.monotonic()
     with (
         BundleWriter(output, kind=KIND, overwrite=overwrite) as out,

@@ -17,7 +17,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionRequest, train_mask
 from gnnfleet.graph.partition.metis import mincut_parts, super_parts
 from gnnfleet.graph.partition.streaming import stream_parts
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 BALANCE_TARGETS = ("nodes", "edges", "train")
 
@@ -85,7 +85,7 @@ def assign_nodes(
     if parts < 1:
         raise ConfigError(f"the number of parts is {parts}, expected at least 1")
     request = PartitionRequest(parts=parts, weights=node_weights(graph, balance), seed=seed, **options)
-    part, cluster = PARTITIONERS[method](EdgeScan(graph), request, progress or NoProgress())
+    part, cluster = PARTITIONERS[method](EdgeScan(graph), request, progress or Progress())
     assert part.shape == (graph.num_nodes,) and part.dtype == np.int32, (part.shape, part.dtype)
     assert not len(part) or 0 <= part.min() <= part.max() < parts, (part.min(), part.max())
     return Assignment(part=part, parts=parts, method=method, seed=seed, balance=balance, cluster=cluster)

@@ -17,7 +17,7 @@ import numpy as np
 from gnnfleet.graph.graph import TRAIN, EdgeType, Graph
 from gnnfleet.graph.store import edge_dir
 from gnnfleet.ops.native import _native
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 NumpyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -205,7 +205,7 @@ def measure_partition(
     scan = EdgeScan(graph)
     edges = np.zeros((parts, parts), dtype=np.int64)
     halo_rows = np.zeros((parts, parts), dtype=np.int64)
-    advance = (progress or NoProgress()).stage("count", scan.num_edges * -(-parts // 64))
+    advance = (progress or Progress()).stage("count", scan.num_edges * -(-parts // 64))
     for base in range(0, parts, 64):
         reached_parts = np.zeros(scan.num_nodes, dtype=np.uint64)  # one bit per part
         for edge_slice in scan.slices():

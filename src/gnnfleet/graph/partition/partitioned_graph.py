@@ -29,7 +29,7 @@ from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.ops import csr
 from gnnfleet.ops.gather import gather
 from gnnfleet.ops.native import _native
-from gnnfleet.report.progress import NoProgress, Progress
+from gnnfleet.report.progress import Progress
 
 KIND = "partition"
 
@@ -94,7 +94,7 @@ def write_partition(
     progress: Progress | None = None,
 ) -> Partition:
     """Write the parts of an assignment; an interrupted write leaves nothing at ``path``."""
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     parts = assignment.parts
     metrics = metrics or measure_partition(graph, assignment.part, parts, progress=progress)
     progress.stage("order")
