@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.nn.base import Model
-from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.sampling_options import AutoSwitch
 
 if TYPE_CHECKING:
+    from gnnfleet.nn.base import Model
     from gnnfleet.tasks.base import Task
 
 CHUNKS_PER_STAGE = 4
@@ -61,6 +60,8 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
         return True
 
     def check_model(self, model: Model) -> None:
+        from gnnfleet.nn.pyg.module import PygModule
+
         super().check_model(model)
         if isinstance(model, PygModule) and model.propagation.mode not in ("auto", "plain"):
             raise ConfigError("strategy pipe fetches rows of a chunk once: leave out model.propagate")
