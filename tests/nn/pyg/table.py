@@ -12,17 +12,21 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gnnfleet.comm.collectives import all_gather_json
 from gnnfleet.comm.world import World
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.local import LocalView
 from tests.equivalence.spread import KEY, cut_graph, open_view, plain_graph
 from tests.nn.pyg.catalogue import ALL, CONVOLUTIONS, NEEDS_LIBRARY, TABLE
 from tests.nn.pyg.outcomes import TOLERANCE, Outcome, joined, largest_error, run_on_blocks, run_on_view, run_plain
+from tests.nn.pyg.stages import joined_stages, run_on_stages
 from tests.ranks import RankPool
 
 SEEDS = torch.tensor([3, 17, 25, 40, 55, 8])
@@ -39,6 +43,7 @@ names the operation whose result depends on the partition: such a run ends befor
 * `local`: one process. `sar`: 2 ranks with a random partition, 3 ranks of which one has no edges.
 * `blocks`: layer by layer on sampled blocks with all neighbours, in evaluation. *Whole*: convolutions cannot be run one
   by one, so strategies that need layers refuse the module.
+* `pipe, one chunk`: layer by layer in training, in two stages on 2 ranks, all rows in one chunk.
 * {summary}
 * `python -m tests.nn.pyg.table -o docs/pyg-modules.md` writes this page; `tests/nn/pyg/test_table.py` keeps it.
 """
@@ -61,45 +66,73 @@ def run_modules(run: Callable[[Any], Outcome], names: Iterable[str]) -> dict[str
     return outcomes
 
 
-def on_rank(world: World, path: str, names: list[str]) -> dict[str, Outcome]:
-    return run_modules(lambda make: run_on_view(open_view(world, path, 1, 1), make), names)
+COLUMNS: dict[str, Callable[[list[Outcome]], Outcome]] = {
+    "local": joined,
+    "sar, 2 ranks": joined,
+    "sar, 3 ranks": joined,
+    "blocks": itemgetter(0),
+    "pipe, one chunk": joined_stages,
+}
+"""{column: function that joins the outcomes of its ranks}."""
+
+PLAIN, PLAIN_SEEDS = "plain torch_geometric", "plain torch_geometric, rows of SEEDS in evaluation"
 
 
-def blocks_entry(name: str) -> str:
-    actual = run_on_blocks(ALL[name], SEEDS)
-    return "whole" if "whole" in actual else f"{largest_error(actual, run_plain(ALL[name], SEEDS)):.0e}"
+def on_rank(world: World, folder: str, names: list[str]) -> dict[str, dict[str, Outcome]]:
+    """{column: {module: outcome}} of this rank. While two ranks run sar, the third one runs what takes one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch_geometric, of slower code paths
+        columns = {"sar, 3 ranks": _run_sar(world, folder, names)}
+        if world.rank == 2:
+            columns |= _run_alone(names)
+            gather_whole(world, columns["blocks"])
+            return columns
+        pair = replace(world.subgroup("pair", [0, 1]), new_group=world.new_group)
+        columns["sar, 2 ranks"] = _run_sar(pair, folder, names)
+        whole = gather_whole(world, {})
+        stages = run_modules(lambda make: run_on_stages(pair, make), [name for name in names if name not in whole])
+        return columns | {"pipe, one chunk": stages | {name: {"whole": True} for name in whole}}
 
 
-def run_columns(pool: RankPool, folder: Path, names: list[str]) -> dict[str, dict[str, list[Outcome]]]:
-    """{column: {module: outcome by rank}}."""
-    whole = LocalView.of_graph(plain_graph()).with_step(key=KEY, layer=1)
-    local = run_modules(lambda make: run_on_view(whole, make), names)
-    columns = {"local": {name: [outcome] for name, outcome in local.items()}}
-    for size, cut in ((2, "random"), (3, "edgeless")):
-        path = cut_graph(plain_graph(), size, cut, folder / f"{size}-parts")
-        ranks = pool.run(size, on_rank, str(path), names)
-        columns[f"sar, {size} ranks"] = {name: [rank[name] for rank in ranks] for name in names}
-    return columns
+def gather_whole(world: World, blocks: dict[str, Outcome]) -> list[str]:
+    """Collective. The modules without layers, of the third rank's outcomes on blocks."""
+    whole = [name for name, outcome in blocks.items() if "whole" in outcome]
+    return list(all_gather_json(world, whole)[2])
+
+
+def _run_sar(world: World, folder: str, names: list[str]) -> dict[str, Outcome]:
+    view = open_view(world, f"{folder}/{world.size}-parts", 1, 1)
+    return run_modules(lambda make: run_on_view(view, make), names)
+
+
+def _run_alone(names: list[str]) -> dict[str, dict[str, Outcome]]:
+    view = LocalView.of_graph(plain_graph()).with_step(key=KEY, layer=1)
+    columns = {"local": run_modules(lambda make: run_on_view(view, make), names)}
+    columns[PLAIN] = run_modules(run_plain, names)
+    columns[PLAIN_SEEDS] = run_modules(lambda make: run_plain(make, SEEDS), names)
+    return columns | {"blocks": run_modules(lambda make: run_on_blocks(make, SEEDS), names)}
 
 
 def make_entries(pool: RankPool, folder: Path, names: Iterable[str] = ALL) -> Entries:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch_geometric, of slower code paths
-        columns = run_columns(pool, folder, [*names])
-        expected = {name: run_plain(ALL[name]) for name in names}
-        blocks = {name: {"blocks": blocks_entry(name)} for name in names}
-    return {
-        name: {column: _entry(ranks[name], expected[name]) for column, ranks in columns.items()} | blocks[name]
-        for name in names
-    }
+    for size, cut in ((2, "random"), (3, "edgeless")):
+        cut_graph(plain_graph(), size, cut, folder / f"{size}-parts")
+    ranks = pool.run(3, on_rank, str(folder), [*names], seconds=900)
+
+    def entry(column: str, name: str) -> str:
+        expected = ranks[2][PLAIN_SEEDS if column == "blocks" else PLAIN][name]
+        return _entry([rank[column][name] for rank in ranks if column in rank], expected, COLUMNS[column])
+
+    return {name: {column: entry(column, name) for column in COLUMNS} for name in names}
 
 
-def _entry(ranks: list[Outcome], expected: Outcome) -> str:
+def _entry(ranks: list[Outcome], expected: Outcome, join: Callable[[list[Outcome]], Outcome]) -> str:
+    if "whole" in ranks[0]:
+        return "whole"
     refusals = [rank["refused"] for rank in ranks if "refused" in rank]
     if refusals:
         assert len(refusals) == len(ranks), f"refused on some ranks only: {refusals[0]}"
         return reason(refusals[0])
-    return f"{largest_error(joined(ranks), expected):.0e}"
+    return f"{largest_error(join(ranks), expected):.0e}"
 
 
 def status(entry: str) -> str:
