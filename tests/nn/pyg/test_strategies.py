@@ -10,8 +10,11 @@ import torch
 
 from gnnfleet.comm.world import World
 from gnnfleet.config.resolve import resolve
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import open_store, save_store
+from gnnfleet.nn.base import Model
+from gnnfleet.strategies.pipe.config import PipeConfig
 from gnnfleet.training.build import RankContext, build
 from tests.equivalence.spread import cut_graph, plain_graph
 from tests.ranks import RankPool
@@ -105,3 +108,10 @@ def test_evaluation_in_chunks_of_rows_is_exact(folder: Path) -> None:
         strategy: Any = build(open_store(folder / "store"), config).strategy
         logits.append(strategy.predict().logits)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-10, atol=1e-10)
+
+
+def test_pipe_refuses_running_statistics_of_norms_without_weights() -> None:
+    model = Model([torch.nn.BatchNorm1d(3, affine=False)])
+    with pytest.raises(ConfigError, match=r"layers\.0 \(BatchNorm1d\) has none: set affine=True"):
+        PipeConfig().check_model(model)
+    PipeConfig().check_model(Model([torch.nn.BatchNorm1d(3)]))

@@ -65,6 +65,12 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
         super().check_model(model)
         if isinstance(model, PygModule) and model.propagation.mode not in ("auto", "plain"):
             raise ConfigError("strategy pipe fetches rows of a chunk once: leave out model.propagate")
+        for name, module in model.named_modules():
+            if getattr(module, "track_running_stats", False) and not getattr(module, "affine", True):
+                raise ConfigError(
+                    f"strategy pipe keeps running statistics with the weights of their norm, and {name} "
+                    f"({type(module).__name__}) has none: set affine=True"
+                )
 
     def check_task(self, task: Task) -> None:
         if task.masks_edges:
