@@ -71,6 +71,7 @@ def live_config(module: torch.nn.Module, **settings: Any) -> RunConfig:
 def test_a_module_trains_on_workers_and_after_a_restart_as_in_one_process(
     graph: gf.Graph, nets: ModuleType, tmp_path: Path
 ) -> None:
+    torch.manual_seed(0)
     net = nets.Net(64, 10)
     before = copy.deepcopy(net.state_dict())
     local = gf.train(graph, model=net, **SETTINGS)
