@@ -47,7 +47,7 @@ _SRC, _DST, _EDGE = range(3)
 
 @dataclass(frozen=True)
 class Propagation:
-    """How convolutions compute messages, and of how many edges at once; ``auto`` is plain unless memory is limited."""
+    """The mode of computing messages, and the edges in one chunk; ``auto`` is plain unless memory is limited."""
 
     mode: PropagateMode = "auto"
     edges_at_once: int = 1 << 17
