@@ -40,6 +40,14 @@ class Net(torch.nn.Module):
 
 def make(config, graph, out):
     return Net(graph.single_nodes.x.shape[1], out)
+
+def library(kind):
+    def build(config, graph, out):
+        torch.manual_seed(3)
+        return kind(graph.single_nodes.x.shape[1], 8, 2, out, dropout=0.2)
+    return build
+
+gcn, sage, gin = map(library, (pyg.GCN, pyg.GraphSAGE, pyg.GIN))
 """
 STRATEGIES: dict[str, dict[str, Any]] = {
     "sar": {"restrict_rows": True},
@@ -47,13 +55,20 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(file: str, strategy: dict[str, Any]) -> dict[str, Any]:
-    model = {"name": f"{file}:make", "execution": "layers"}
+CACHED: dict[str, dict[str, Any]] = {
+    "sar": {"cache_inputs": True},
+    "macrobatch": {"fanouts": [2, 3], "batch": 7, "cache_inputs": True},
+}
+LIBRARY = ("gcn", "sage", "gin")
+
+
+def settings(file: str, strategy: dict[str, Any], factory: str = "make") -> dict[str, Any]:
+    model = {"name": f"{file}:{factory}", "execution": "layers"}
     return {"model": model, "strategy": strategy, "precision": "float64", "seed": 5, "train": {"lr": 0.02}}
 
 
 def outcome(strategy: Any) -> dict[str, Any]:
-    assert strategy.model.num_layers == 3
+    assert strategy.model.num_layers > 1
     losses = [record.loss for epoch in range(1) for record in strategy.train_epoch(epoch)]
     result = {"losses": torch.tensor(losses), "weights": strategy.state_dict()["model"]}
     result = {**result, "logits": strategy.predict().logits}
@@ -67,6 +82,13 @@ def on_rank(world: World, folder: str, file: str) -> dict[str, dict[str, Any]]:
         context = RankContext(world, Partition.open(f"{folder}/parts").shard(world.rank))
         config = resolve({**settings(file, {"name": name, **options}), "workers": world.size})
         outcomes[name] = outcome(build(open_store(f"{folder}/store"), config, context=context).strategy)
+    for factory in LIBRARY:
+        for name, options in CACHED.items():
+            context = RankContext(world, Partition.open(f"{folder}/parts").shard(world.rank))
+            config = resolve({**settings(file, {"name": name, **options}, factory), "workers": world.size})
+            outcomes[f"{factory} {name}"] = outcome(
+                build(open_store(f"{folder}/store"), config, context=context).strategy
+            )
     for partitions in (1, 2):
         run = settings(file, {"exactness_check_every": 0})
         outcomes[f"pipe {partitions}"] = outcome(
@@ -88,14 +110,19 @@ def test_training_on_two_workers_equals_one_process(pool: RankPool, folder: Path
     file = str(folder / "net.py")
     outcomes = pool.run(2, on_rank, str(folder), file)[0]
 
-    def local(options: dict[str, Any]) -> dict[str, Any]:
-        config = resolve(settings(file, {"name": "local", "order": "store", **options}))
+    def local(options: dict[str, Any], factory: str = "make") -> dict[str, Any]:
+        config = resolve(settings(file, {"name": "local", "order": "store", **options}, factory))
         return outcome(build(open_store(folder / "store"), config).strategy)
 
     full, sampled = local({}), local(STRATEGIES["macrobatch"])
     assert not torch.allclose(full["logits"], sampled["logits"])
+    expectations = {"macrobatch": sampled}
+    for factory in LIBRARY:
+        expectations[f"{factory} sar"] = local({"cache_inputs": False}, factory)
+        expectations[f"{factory} macrobatch"] = local(CACHED["macrobatch"], factory)
+        torch.testing.assert_close(local({"cache_inputs": True}, factory), expectations[f"{factory} sar"])
     for name, actual in outcomes.items():
-        expected = sampled if name == "macrobatch" else full
+        expected = expectations.get(name, full)
         torch.testing.assert_close(actual["logits"], expected["logits"], rtol=1e-10, atol=1e-10, msg=name)
         for weight, value in expected["weights"].items():
             torch.testing.assert_close(actual["weights"][weight], value, rtol=1e-10, atol=1e-10, msg=f"{name} {weight}")

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from gnnfleet.errors import first_line
 from gnnfleet.graph.views.view import first_rows
-from gnnfleet.nn.pyg.native import is_convolution
+from gnnfleet.nn.pyg.native import fuses_relu, is_convolution
 
 INPUTS = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 
@@ -51,6 +52,12 @@ class ModuleLayers:
     @property
     def num_layers(self) -> int:
         return self._traces[True].num_layers
+
+    @property
+    def feature_reader(self) -> tuple[str, bool] | None:
+        """Name of the convolution that reads the features as they are, if there is one, and if it reads weights."""
+        readers = {trace.feature_reader for trace in self._traces.values()}
+        return readers.pop() if len(readers) == 1 else None
 
     def run(
         self, index: int, module: torch.nn.Module, inputs: Mapping[str, Any], carry: Tensor | None, num_dst: int
@@ -104,6 +111,19 @@ class _Trace:
             self._rows.append([node for node in live if not self._convolutions.isdisjoint(users[node])])
             self._carried.append([node for node in live if self._convolutions.isdisjoint(users[node])])
         self._shapes = self._measure(root, sample)
+        self._relus = {conv: user for conv in self._convolutions for user in conv.users if _is_relu(user, root)}
+        self._relus = {conv: relu for conv, relu in self._relus.items() if len(conv.users) == 1}
+
+    @property
+    def feature_reader(self) -> tuple[str, bool] | None:
+        first, *others = (node for node in self._convolutions if self._level[node] == 1)
+        weight = self._edges.get("edge_weight")
+        inputs = (self._x, self._edges["edge_index"], weight, None)
+        if others or not all(
+            any(value is known for known in inputs) for value in (*first.args, *first.kwargs.values())
+        ):
+            return None
+        return str(first.target).removeprefix("module."), weight in first.all_input_nodes
 
     def _assign_levels(self, graph: fx.Graph, root: torch.nn.Module) -> None:
         of_edges: set[fx.Node] = set()  # computed from edge inputs alone
@@ -187,14 +207,24 @@ class _Trace:
         target: Any = reduce(getattr, str(node.target).split("."), root)
         if node.op == "get_attr":
             return target
-        out = target(*args, **kwargs)
-        return out if cuts or num_dst is None else first_rows(out, num_dst)
+        relu = self._relus.get(node) if num_dst is not None and fuses_relu(target) else None
+        out = target(*args, **kwargs) if relu is None else target(*args, **kwargs, relu=True)
+        out = out if cuts or num_dst is None else first_rows(out, num_dst)
+        if relu is not None:
+            env[relu] = out
+        return out
 
     def _unpack(self, nodes: Sequence[fx.Node], table: Tensor | None) -> dict[fx.Node, Tensor]:
         if table is None:
             return {}
         columns = torch.split(table, [self._shapes[node].numel() for node in nodes], 1)
         return {n: part.reshape(len(part), *self._shapes[n]) for n, part in zip(nodes, columns, strict=True)}
+
+
+def _is_relu(node: fx.Node, root: torch.nn.Module) -> bool:
+    if node.op == "call_module":
+        return type(root.get_submodule(str(node.target))) is torch.nn.ReLU
+    return node.target in (torch.relu, torch.relu_, functional.relu, "relu", "relu_")
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -17,6 +17,7 @@ from gnnfleet.nn.base import Model, RowsByType
 from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list, takes_mappings
 from gnnfleet.nn.pyg.layers import INPUTS, ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.memory import Propagation
+from gnnfleet.nn.pyg.native import aggregate_features
 from gnnfleet.nn.pyg.random_graph import random_graph_like
 from gnnfleet.nn.pyg.rules import has_lazy_parameters, pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
@@ -108,11 +109,23 @@ class PygModule(Model):
         rows: RowsByType = self.module(x, edge_index, **values)
         return rows
 
+    def precompute(self, view: GraphView, x: Any) -> Tensor | None:
+        """Aggregate of the features in the first layer, if a convolution on our kernels reads them as they are."""
+        reader = self.separate_layers.feature_reader if self.separate_layers is not None else None
+        if reader is None or not isinstance(x, Tensor):
+            return None
+        name, reads_weight = reader
+        weight = view.weight if reads_weight else None
+        return aggregate_features(view, self.module.get_submodule(name), x, weight=weight)
+
     def compute(
-        self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None
+        self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None, *, aggregated: Tensor | None = None
     ) -> tuple[RowsByType, Tensor | None]:
         tables = dict(x) if isinstance(x, Mapping) else {view.node_types[0]: x}
         inputs = self._named_inputs(view, tables)
+        if aggregated is not None:
+            fetcher = next(value.fetcher for value in inputs.values() if isinstance(value, SourceIndex))
+            fetcher.features, fetcher.aggregated = x, aggregated
         with pass_over(view, self.module, self.propagation.methods):
             if self.separate_layers is not None:
                 return self.separate_layers.run(layer_index, self.module, inputs, carry, view.num_dst)

@@ -21,6 +21,7 @@ from gnnfleet.nn.pyg.source_index import SourceIndex
 
 _STEPS = {"forward", "propagate", "message", "aggregate", "update", "message_and_aggregate", "edge_update"}
 _CALLED = {"nn", "mlp", "aggr_module"}  # children that our layers call, or do not use; of others they read the weights
+_FUSES_RELU = (SAGEConv, GCNConv, GATConv, GATv2Conv)
 _REDUCES = ("sum", "add", "mean", "max")
 _signature = cache(inspect.signature)
 
@@ -87,11 +88,18 @@ def describe(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def run_native(
-    peer: Peer, view: GraphView, module: Any, next_mask: Callable[[], int], forward: Any, *args: Any, **kwargs: Any
+    peer: Peer,
+    view: GraphView,
+    module: Any,
+    next_mask: Callable[[], int],
+    forward: Any,
+    *args: Any,
+    relu: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """The forward of a convolution on the verbs of ``view``, or its own ``forward`` for other inputs.
 
-    ``next_mask`` numbers the masks of attention dropout of a pass.
+    ``next_mask`` numbers the masks of attention dropout of a pass; ``relu`` applies a ReLU to the result.
     """
     inputs = _signature(module.__class__.forward).bind(module, *args, **kwargs).arguments
     rows = [inputs.pop(name) for name in ("self", "x", "x_0") if name in inputs][1:]
@@ -104,14 +112,40 @@ def run_native(
         or not all(isinstance(t, Tensor) and t.dim() == 2 and len(t) == view.num_src for t in rows)
         or not all(name == peer.edge_input and not t._version and t is own.get(name) for name, t in others.items())
     ):
-        return forward(*args, **kwargs)
+        assert index.fetcher.aggregated is None if isinstance(index, SourceIndex) else True, "its edges are left out"
+        out = forward(*args, **kwargs)
+        return torch.relu(out) if relu else out
     drops = getattr(module, "dropout", 0.0) and module.training and view.training
-    layer = object.__new__(peer.layer)
-    options = {"mask_id": next_mask() if drops else 0, "aggr": module.aggr.replace("add", "sum")}
-    layer.__dict__.update(vars(module), **options, **(peer.attributes(module) or {}))
     data: Any = {"weight": view.weight} if "edge_weight" in others else {}
     data |= {"edge_attr": view.attr} if "edge_attr" in others else {}
-    return peer.layer.forward(layer, view, *rows, **data)
+    data |= {"relu": True} if relu else {}
+    if index.fetcher.aggregated is not None and rows[0] is index.fetcher.features:
+        data["aggregated"] = index.fetcher.aggregated
+    return peer.layer.forward(_layer_of(peer, module, next_mask() if drops else 0), view, *rows, **data)
+
+
+def fuses_relu(module: Any) -> bool:
+    """True if ``run_native`` replaces the forward of a convolution and our layer has a fused ReLU."""
+    return getattr(module.forward, "func", None) is run_native and module.forward.args[0].layer in _FUSES_RELU
+
+
+def aggregate_features(view: GraphView, module: Any, x: Tensor, *, weight: Tensor | None) -> Tensor | None:
+    """Aggregate of the features in a convolution, if our layer of it takes that as ``aggregated``, else None."""
+    peer = find_peer(view, module)
+    if peer is None or not hasattr(peer.layer, "aggregate"):
+        return None
+    layer: Any = _layer_of(peer, module, 0)
+    with torch.no_grad():
+        out: Tensor | None = peer.layer.aggregate(layer, view, x, weight=weight)
+    return out
+
+
+def _layer_of(peer: Peer, module: Any, mask_id: int) -> torch.nn.Module:
+    """Our layer with the parameters and options of a convolution."""
+    layer = object.__new__(peer.layer)
+    options = {"mask_id": mask_id, "aggr": module.aggr.replace("add", "sum")}
+    layer.__dict__.update(vars(module), **options, **(peer.attributes(module) or {}))
+    return layer
 
 
 def find_peer(view: GraphView | None, module: Any) -> Peer | None:

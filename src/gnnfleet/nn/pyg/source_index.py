@@ -33,6 +33,9 @@ class SourceFetcher:
         self.edges = edges
         self._cache = [] if cache is None else cache
         self.inputs: dict[str, Tensor | None] = {}  # edge_weight and edge_attr of the module
+        # The features and, if it was computed before, what the first convolution aggregates of them.
+        self.features: Tensor | None = None
+        self.aggregated: Tensor | None = None
         self.view: GraphView | None = None  # that a fleet opened, with these edges
         self.is_by_edge = False  # sources have been gathered: tensors have a row for every edge
 
