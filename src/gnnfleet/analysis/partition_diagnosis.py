@@ -274,6 +274,8 @@ def _frequencies(graph: Graph, kind: str, ids: Tensor | None) -> Tensor | None:
     nodes = graph.nodes[kind]
     assert nodes.y is not None
     y = nodes.y if ids is None else nodes.y[ids]
+    if nodes.regression:
+        return None
     labelled = y >= 0
     if not bool(labelled.any()):
         return None

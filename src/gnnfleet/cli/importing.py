@@ -91,6 +91,10 @@ def import_graph(
             "PATTERNS",
         ),
     ] = None,
+    value: Annotated[
+        str | None,
+        _column("--value", "Numbers to predict by regression, instead of --label; empty: none.", "PATTERNS"),
+    ] = None,
     split_column: Annotated[
         str | None, _column("--split-column", "Column with train, val, test; or none. [dim]Usually split.[/dim]")
     ] = None,
@@ -161,7 +165,8 @@ def import_graph(
     from gnnfleet.graph.ingest.spec import ImportRules
     from gnnfleet.report.progress import make_progress
 
-    node_columns = {"columns": columns, "id": id_column, "label": label, "split": split_column, "features": features}
+    node_columns = {"columns": columns, "id": id_column, "label": label, "value": value}
+    node_columns |= {"split": split_column, "features": features}
     edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
     edge_columns |= {"features": edge_features, "label": edge_label}
     rules: dict[str, Any] = {

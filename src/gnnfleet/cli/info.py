@@ -99,7 +99,7 @@ def _describe_nodes(nodes: Nodes, head: int) -> dict[str, Any]:
         "features": 0 if nodes.x is None else nodes.x.shape[1],
         "dtype": None if nodes.x is None else str(nodes.x.dtype).removeprefix("torch."),
         "classes": nodes.num_classes,
-        "labels": None if nodes.y is None else "multi-label" if nodes.multilabel else "multi-class",
+        "labels": None if nodes.y is None else _kind_of_labels(nodes),
         "splits": 0 if nodes.split is None else nodes.split.shape[0],
         "split": {} if nodes.split is None else {split: int(nodes.mask(split).sum()) for split in SPLITS},
     }
@@ -108,13 +108,19 @@ def _describe_nodes(nodes: Nodes, head: int) -> dict[str, Any]:
     return described
 
 
+def _kind_of_labels(nodes: Nodes) -> str:
+    return "regression" if nodes.regression else "multi-label" if nodes.multilabel else "multi-class"
+
+
 def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
-    from gnnfleet.graph.graph import SPLITS
+    from gnnfleet.graph.graph import SPLITS, labelled_rows
 
     split_names = {code: name for name, code in SPLITS.items()}
     rows: list[dict[str, Any]] = [{"id": value} for value in nodes.ids.select(range(count)).to_pylist()]
     for i, row in enumerate(rows):
-        if nodes.y is not None and not nodes.multilabel:
+        if nodes.y is not None and nodes.regression:
+            row["label"] = nodes.y[i].tolist() if bool(labelled_rows(nodes.y[i : i + 1])) else None
+        elif nodes.y is not None and not nodes.multilabel:
             label = int(nodes.y[i])
             row["label"] = None if label < 0 else nodes.classes[label] if nodes.classes else label
         if nodes.multilabel and nodes.y is not None:

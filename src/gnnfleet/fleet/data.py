@@ -19,7 +19,7 @@ from gnnfleet.comm.halo_exchange import RingExchange
 from gnnfleet.comm.world import World
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, StoreError
-from gnnfleet.graph.graph import SPLITS, Graph
+from gnnfleet.graph.graph import SPLITS, Graph, labelled_rows
 from gnnfleet.graph.ingest.pyg import from_pyg
 from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 from gnnfleet.graph.sampling.sampler import NeighborSampler
@@ -72,7 +72,7 @@ class PartData:
         if self.split is None:
             raise ConfigError('there is no split: expected fleet.open(…, split="0.6/0.2/0.2") of a graph without one')
         mask = self.split == SPLITS[split]
-        return mask if self.y is None else mask & (self.y >= 0).view(len(mask), -1).any(1)
+        return mask if self.y is None else mask & labelled_rows(self.y)
 
 
 def open_part(source: Any, config: RunConfig, world: World, dtype: torch.dtype) -> PartData:

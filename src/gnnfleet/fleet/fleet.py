@@ -40,6 +40,7 @@ from gnnfleet.nn.pyg.source_index import SourceIndex
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.report.memory import peak_rss
 from gnnfleet.sharded.module_check import check_parts
+from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.checkpoint import TrainState, load_checkpoint, save_checkpoint, unshared
 from gnnfleet.training.output_schema import OutputSchema
 
@@ -174,7 +175,7 @@ class Fleet:
             rows = self.gather(model.eval()(data.x, data.edge_index, **inputs), data.n_id)
         model.train(was_training)
         if path is not None and self.world.is_first:
-            nodes, head = data.graph.single_nodes, OutputSchema.of(data.graph).head(metric="auto", smoothing=0.0)
+            nodes, head = data.graph.single_nodes, OutputSchema.of(data.graph).head(TrainConfig())
             columns = {"id": nodes.ids.select(np.arange(nodes.count)), "prediction": class_names(head, nodes, rows)}
             write_table(Path(path), iter([pa.table(columns)]))
         return rows

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import StoreError
-from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes
+from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes, labelled_rows
 from gnnfleet.graph.store import edge_dir, node_dir
 from gnnfleet.io.atomic import partial_path
 from gnnfleet.report.progress import Progress
@@ -86,11 +86,10 @@ def _node_batches(nodes: Nodes) -> Iterator[pa.RecordBatch]:
 
 
 def _labels(y: Tensor, classes: Sequence[str] = ()) -> pa.Array:
+    missing = ~np.asarray(labelled_rows(y))
     if y.dim() == 2:
-        missing = np.asarray((y < 0).all(1)) & (y.shape[1] > 0)
-        return _lists(y, missing=missing)
-    missing = np.asarray(y < 0)
-    if not classes:
+        return _lists(y, missing=missing & (y.shape[1] > 0))
+    if not classes or y.is_floating_point():
         return pa.array(np.asarray(y), mask=missing)
     names = pa.array(classes, pa.large_string())
     return names.take(pa.array(np.asarray(y), mask=missing))

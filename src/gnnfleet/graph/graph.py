@@ -54,7 +54,10 @@ EDGE = EdgeType(NODE, "to", NODE)
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """One node type. ``y`` is [N] int64 with −1 for no label, or [N, C] int8 for several labels per node."""
+    """One node type. ``y`` is [N] int64 with −1 for no label, [N, C] int8 for several labels per node, or values.
+
+    Values are [N] or [N, K] float32, NaN for no label; ``classes`` are then their names.
+    """
 
     count: int
     x: Tensor | None = None
@@ -77,14 +80,22 @@ class Nodes:
 
     @property
     def multilabel(self) -> bool:
-        return self.y is not None and self.y.dim() == 2
+        return self.y is not None and self.y.dim() == 2 and not self.regression
+
+    @property
+    def regression(self) -> bool:
+        """True if labels are values."""
+        return self.y is not None and self.y.is_floating_point()
 
     @property
     def num_classes(self) -> int:
+        """Number of classes, labels or values per node."""
         if self.y is None:
             return 0
-        if self.multilabel:
+        if self.y.dim() == 2:
             return int(self.y.shape[1])
+        if self.regression:
+            return 1
         highest = int(self.y.max()) + 1 if self.y.numel() else 0
         return max(len(self.classes), highest)
 
@@ -140,6 +151,12 @@ class Edges:
     def in_degree(self) -> Tensor:
         """[N_dst] int64."""
         return self.indptr.diff()
+
+
+def labelled_rows(y: Tensor) -> Tensor:
+    """[N] bool: nodes that have a label, or a known one of several."""
+    known = ~y.isnan() if y.is_floating_point() else y >= 0
+    return known.any(1) if y.dim() == 2 else known
 
 
 class Graph:
@@ -312,7 +329,7 @@ def validated_edges(
         attr=None if attr is None else _features(_per_edge(attr, "edge_attr", length), "edge_attr")[order],
         time=None if time is None else time[order],
         order=None if time is None else time_order(time, order),
-        y=None if y is None else _per_edge(_labels(y), "edge_y", length)[order],
+        y=None if y is None else _per_edge(_edge_labels(y), "edge_y", length)[order],
         links={name: torch.as_tensor(pairs).long() for name, pairs in (links or {}).items()},
     )
 
@@ -344,18 +361,28 @@ def _features(values: Any, name: str) -> Tensor:
 
 
 def _labels(values: Any) -> Tensor:
+    """Class numbers, or float32 if numbers are no class numbers."""
     y = torch.as_tensor(values)
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
-    if y.dim() == 2:
-        return y.nan_to_num(-1).to(torch.int8) if y.is_floating_point() else y.to(torch.int8)
     if y.is_floating_point():
-        y = y.nan_to_num(-1)
-        if not torch.equal(y, y.round()):
-            raise InputError("labels must be whole numbers (class numbers, −1 for none), found fractions")
+        whole = y.nan_to_num(-1)
+        is_class = (whole >= -1) & (whole <= (1 if y.dim() == 2 else 1e9)) & (whole == whole.round())
+        if not bool(is_class.all()):
+            return y.to(torch.float32)
+        y = whole
+    if y.dim() == 2:
+        return y.to(torch.int8)
     y = y.to(torch.int64)
     if y.numel() and int(y.min()) < -1:
         raise InputError(f"labels are class numbers from 0, or −1 for none; found {int(y.min())}")
+    return y
+
+
+def _edge_labels(values: Any) -> Tensor:
+    y = _labels(values)
+    if y.is_floating_point():
+        raise InputError("labels of edges must be whole numbers (class numbers, −1 for none), found fractions")
     return y
 
 

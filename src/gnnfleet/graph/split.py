@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL, Nodes
+from gnnfleet.graph.graph import NO_SPLIT, TEST, TRAIN, VAL, Nodes, labelled_rows
 from gnnfleet.graph.ids import Ids
 
 NodeKeys = np.ndarray[Any, np.dtype[np.uint64]]
@@ -70,14 +70,13 @@ def split_nodes(nodes: Nodes, rule: SplitRule, *, seed: int = 0) -> Tensor:
 
 def make_split(rule: SplitRule, keys: NodeKeys, y: Tensor | None, *, seed: int = 0) -> Tensor:
     """[1, N] int8 split codes for nodes with these keys and labels; ConfigError for labels the rule cannot use."""
-    if isinstance(rule, PerClassSplit) and (y is None or y.dim() != 1):
-        labels = "no labels" if y is None else "several labels per node"
+    if isinstance(rule, PerClassSplit) and (y is None or y.dim() != 1 or y.is_floating_point()):
+        labels = "no labels" if y is None else "values" if y.is_floating_point() else "several labels per node"
         raise ConfigError(f"a split per class needs one label per node, found {labels}: use shares, as 0.6/0.2/0.2")
     codes = torch.full((len(keys),), NO_SPLIT, dtype=torch.int8)
     drawn = torch.from_numpy(_draw(keys, seed))
     if y is not None:
-        labelled = (y >= 0) if y.dim() == 1 else (y >= 0).any(1)
-        drawn = drawn[labelled[drawn]]
+        drawn = drawn[labelled_rows(y)[drawn]]
     if isinstance(rule, SplitShares):
         return _by_shares(codes, drawn, rule)[None]
     assert y is not None

@@ -90,7 +90,8 @@ def _compare(bundle: Bundle) -> None:
 def _check_nodes(nodes: Nodes, name: str) -> None:
     if nodes.x is not None and (nodes.x.dim() != 2 or not nodes.x.is_floating_point()):
         raise ValueError(f"{name} have features of {nodes.x.dtype} {list(nodes.x.shape)}")
-    if nodes.y is not None and (nodes.y.dtype, nodes.y.dim()) not in ((torch.int64, 1), (torch.int8, 2)):
+    kinds = ((torch.int64, 1), (torch.int8, 2), (torch.float32, 1), (torch.float32, 2))
+    if nodes.y is not None and (nodes.y.dtype, nodes.y.dim()) not in kinds:
         raise ValueError(f"{name} have labels of {nodes.y.dtype} {list(nodes.y.shape)}")
     if nodes.split is not None:
         if nodes.split.dim() != 2:

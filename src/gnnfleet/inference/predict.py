@@ -32,8 +32,10 @@ END_COLUMNS = ("src", "dst")
 
 
 def class_names(head: NodeHead, nodes: Nodes, logits: Tensor) -> list[Any]:
-    """The class of every row; for multi-label data a list of classes."""
+    """The class of every row; for multi-label data a list of classes. Of a regression its value or values."""
     classes = head.predict(logits)
+    if head.regression:
+        return (classes[:, 0] if head.num_classes == 1 else classes).tolist()
     names: Any = nodes.classes or range(logits.shape[1])
     if not head.multilabel:
         return [names[number] for number in classes.tolist()]
@@ -168,12 +170,17 @@ def _predictions(built: BuiltRun, with_logits: bool, with_embeddings: bool) -> I
         content: dict[str, Any] = {"id": nodes.ids.select(rows.numpy())}
         if len(built.graph.nodes) > 1:
             content["type"] = pa.array([built.task.target] * len(rows), pa.string())
-        names = class_names(head, nodes, logits)
-        content["prediction"] = pa.array(names, pa.list_(class_type) if head.multilabel else class_type)
-        if head.multilabel:
-            content["probabilities"] = _lists(torch.sigmoid(logits))
+        if head.regression:
+            names = nodes.classes or [str(number) for number in range(head.num_classes)]
+            columns = ["prediction"] if head.num_classes == 1 else [f"prediction_{name}" for name in names]
+            content |= dict(zip(columns, head.predict(logits).numpy().T.copy(), strict=True))
         else:
-            content["probability"] = torch.softmax(logits, 1).amax(1).numpy()
+            predicted = class_names(head, nodes, logits)
+            content["prediction"] = pa.array(predicted, pa.list_(class_type) if head.multilabel else class_type)
+            if head.multilabel:
+                content["probabilities"] = _lists(torch.sigmoid(logits))
+            else:
+                content["probability"] = torch.softmax(logits, 1).amax(1).numpy()
         if with_logits:
             content["logits"] = _lists(logits)
         if with_embeddings:

@@ -32,6 +32,7 @@ from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.report.progress import make_progress
 from gnnfleet.strategies.protocol import State
 from gnnfleet.strategies.registry import inference_config
+from gnnfleet.tasks.base import PER_CLASS
 from gnnfleet.tasks.event import EventTask
 from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebuild_links
 from gnnfleet.training.checkpoint import TrainState, load_sharded
@@ -39,6 +40,7 @@ from gnnfleet.training.output_schema import OutputSchema, column_order
 from gnnfleet.training.partition_cache import prepare_placement
 from gnnfleet.training.resume import broadcast_state
 from gnnfleet.training.run_dir import RunDirectory
+from gnnfleet.training.run_session import named_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,8 +302,9 @@ def _answer(built: BuiltRun, query: Query, name: str, position: TrainState) -> d
         if query.split is not None:
             metrics = built.strategy.evaluate("test" if query.split == "all" else query.split)
             count, loss, metric = int(metrics.pop("count")), metrics.pop("loss"), built.task.metric
+            report = {PER_CLASS: named_report(built, metrics.pop(PER_CLASS))} if PER_CLASS in metrics else {}
             answer |= {"split": query.split, "name": metric, "value": metrics[metric], "loss": loss}
-            return {**answer, built.unit: count, "metrics": metrics}
+            return {**answer, built.unit: count, "metrics": metrics, **report}
         assert query.output is not None
         path = Path(query.output)
         if query.events is not None:

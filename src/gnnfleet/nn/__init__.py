@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv
     from gnnfleet.nn.conv.sage import SAGEConv
     from gnnfleet.nn.embedding import NodeEmbedding
-    from gnnfleet.nn.heads import MetricState, NodeHead, roc_auc
+    from gnnfleet.nn.heads import NodeHead
     from gnnfleet.nn.interop import load_model, load_pyg_state, save_model, to_pyg, to_pyg_state
     from gnnfleet.nn.linear import MLP
+    from gnnfleet.nn.metrics import MetricState, roc_auc
     from gnnfleet.nn.model import GNN, build_model
     from gnnfleet.nn.norm import BatchNorm, LayerNorm
 
@@ -34,9 +35,10 @@ _MODULES = {
     "base": "Model",
     "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv ResPlusBlock RGCNConv SAGEConv",
     "embedding": "NodeEmbedding",
-    "heads": "MetricState NodeHead roc_auc",
+    "heads": "NodeHead",
     "interop": "load_model load_pyg_state save_model to_pyg to_pyg_state",
     "linear": "MLP",
+    "metrics": "MetricState roc_auc",
     "model": "GNN build_model",
     "norm": "BatchNorm LayerNorm",
 }

@@ -24,7 +24,7 @@ from gnnfleet.strategies.batch_inputs import CacheInputs, precompute_aggregate, 
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED, Prediction, Reporting, State
-from gnnfleet.tasks.base import RowLookup
+from gnnfleet.tasks.base import RowLookup, Scores
 
 
 class PartitionedStrategy(Reporting):
@@ -50,7 +50,7 @@ class PartitionedStrategy(Reporting):
         self._aggregated = self._aggregate(cache_inputs)
         self._cached_outputs: tuple[Any, Any] | None = None  # exact output and last input of the current weights
 
-    def evaluate(self, split: str) -> dict[str, float]:
+    def evaluate(self, split: str) -> Scores:
         if not self._count(self._task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream
-from gnnfleet.tasks.base import RowLookup
+from gnnfleet.tasks.base import RowLookup, Scores
 from gnnfleet.tasks.event import EventTask
 
 State = dict[str, dict[str, Tensor]]
@@ -57,10 +57,10 @@ class Prediction:
 class Reporting(Protocol):
     """Reports of a strategy besides losses; by default only evaluations."""
 
-    def evaluate(self, split: str) -> dict[str, float]:
-        """{"loss", "count", the task's metric}, exact: full neighbourhoods, no dropout."""
+    def evaluate(self, split: str) -> Scores:
+        """The scores of the task, exact: full neighbourhoods, no dropout."""
 
-    def validate(self) -> dict[str, float]:
+    def validate(self) -> Scores:
         """Metrics that epochs are compared by; a strategy may return a cheaper estimate."""
         return self.evaluate("val")
 

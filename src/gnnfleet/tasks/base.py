@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,11 @@ RowLookup = Callable[[str, Tensor], Tensor]
 """(node type, [n] store ids) → [n, C] rows of the model's output."""
 
 SPLITS = ("train", "val", "test")
+
+Scores = dict[str, Any]
+"""{"loss", "count", metrics by name}; of classes also ``PER_CLASS``: lists of measures and the confusion matrix."""
+
+PER_CLASS = "per_class"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class Task(Protocol):
 
     @property
     def metric(self) -> str:
-        """Name of the metric; higher is better."""
+        """Name of the metric that decides which epoch is best."""
 
     @property
     def target(self) -> str:
@@ -68,8 +73,8 @@ class Task(Protocol):
     def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's items."""
 
-    def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
-        """Collective. {"loss", "count", metric} of a split, from exact rows, over all ranks."""
+    def measure(self, lookup: RowLookup, split: str) -> Scores:
+        """Collective. The scores of a split, from exact rows, over all ranks."""
 
     @property
     def reads_only_local_rows(self) -> bool:

@@ -1,4 +1,4 @@
-"""Node classification as a task: an item is the store id of a labelled node."""
+"""Node classification or regression as a task: an item is the store id of a labelled node."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from gnnfleet.graph.graph import Nodes
 from gnnfleet.graph.ids import Ids
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.row_index import RowIndex
-from gnnfleet.nn.heads import MetricState, NodeHead
+from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.metrics import MetricState
 from gnnfleet.ops.draws import DrawKey
-from gnnfleet.tasks.base import SPLITS, Batch, RowLookup
+from gnnfleet.tasks.base import PER_CLASS, SPLITS, Batch, RowLookup, Scores
 
 
 @dataclass(frozen=True, eq=False)
 class NodeTask:
-    """Classification of labelled nodes; an item is a store id. ``nodes`` has exactly the split that is trained on.
+    """Labelled nodes; an item is a store id. ``nodes`` has exactly the split that is trained on.
 
     A sharded task has the nodes ``ids`` of one rank.
     """
@@ -32,6 +33,7 @@ class NodeTask:
     head: NodeHead
     ids: Tensor | None = None  # [n] store ids of the rows of ``nodes``; None: 0 to n − 1
     world: World = field(default_factory=World)
+    whole: NodeTask | None = None  # of a sharded task: the task of all ranks
 
     @property
     def metric(self) -> str:
@@ -46,7 +48,8 @@ class NodeTask:
     @cached_property
     def _y(self) -> Tensor:
         assert self.nodes.y is not None, "checked when the run was built"
-        return self.nodes.y.long() if self.nodes.y.dim() == 1 else self.nodes.y
+        y = self.nodes.y
+        return y.long() if y.dim() == 1 and not y.is_floating_point() else y
 
     @cached_property
     def _row_index(self) -> RowIndex:
@@ -79,18 +82,41 @@ class NodeTask:
         return view
 
     def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
-        return self.head.loss(lookup(self.target, batch.items), self._labels(batch.items))
+        return self.head.loss(lookup(self.target, batch.items), self._labels(batch.items)) * self._scale(batch)
 
-    def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
+    def _scale(self, batch: Batch) -> float:
+        """Items per class weight of a batch: strategies divide by items, a weighted mean by the sum of weights."""
+        if not self.head.class_weights or self.head.multilabel:
+            return 1.0
+        if self.whole is not None and batch.global_items is batch.items:  # this rank's items of a full batch
+            return self.whole._train_scale
+        return (self.whole or self)._scale_of(batch.global_items)
+
+    @cached_property
+    def _train_scale(self) -> float:
+        return self._scale_of(self._items["train"])
+
+    def _scale_of(self, items: Tensor) -> float:
+        return len(items) / (self.head.total_weight(self._labels(items)) or 1.0)
+
+    def measure(self, lookup: RowLookup, split: str) -> Scores:
         items = self._items[split]
         logits, y = lookup(self.target, items), self._labels(items)
         state = self.head.metric(logits, y)
-        sums = torch.tensor([float(self.head.loss(logits, y)), len(items)], dtype=torch.float64)
-        loss, count, *counts = sum_over_ranks(self.world, torch.cat([sums, state.counts])).tolist()
-        total = MetricState(
-            torch.tensor(counts, dtype=torch.float64), self._all_gather(state.score), self._all_gather(state.truth)
+        sums = torch.tensor(
+            [float(self.head.loss(logits, y)), self.head.total_weight(y), len(items)], dtype=torch.float64
         )
-        return {"loss": loss / max(count, 1), "count": count, self.metric: self.head.compute(total)}
+        sums = sum_over_ranks(self.world, torch.cat([sums, state.rows, state.counts.flatten()]))
+        score, truth = self._all_gather(state.score), self._all_gather(state.truth)
+        total = MetricState(sums[3:5], sums[5:].view_as(state.counts), score, truth)
+        loss, weight, count = sums[:3].tolist()
+        scores = {"loss": loss / (weight or 1), "count": count, **self.head.compute(total)}
+        return {**scores, PER_CLASS: report} if (report := self.head.report(total)) else scores
+
+    def constant(self, split: str) -> Scores:
+        """Scores that the best constant prediction for the training labels has on a split."""
+        logits = self.head.constant(self._labels(self._items["train"]))
+        return self.measure(lambda kind, ids: logits.expand(len(ids), -1), split)
 
     def _all_gather(self, rows: Tensor | None) -> Tensor | None:
         return None if rows is None else torch.cat(all_gather_rows(self.world, rows))
@@ -105,4 +131,4 @@ class NodeTask:
         y = None if nodes.y is None else nodes.y[ids]
         split = None if nodes.split is None else nodes.split[:, ids]
         owned_nodes = replace(nodes, count=len(ids), x=None, y=y, split=split, ids=Ids(len(ids)))
-        return replace(self, nodes=owned_nodes, ids=ids, world=world)
+        return replace(self, nodes=owned_nodes, ids=ids, world=world, whole=self)

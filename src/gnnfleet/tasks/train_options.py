@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from gnnfleet.errors import ConfigError
+
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     """Training options of all strategies."""
@@ -20,4 +22,20 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     patience: int = Field(default=0, ge=0)  # epochs without a better val metric before training stops; 0: never
     eval_every: int = Field(default=1, ge=1)  # epochs between evaluations on val
     checkpoint_seconds: float = Field(default=10.0, ge=0)  # between checkpoints; 0: after every epoch
-    metric: str = "auto"  # nodes: accuracy, roc_auc, micro_f1; links: mrr, hits@K
+    # Metrics, the first of which decides which epoch is best. Classes: accuracy, balanced_accuracy, macro_f1, micro_f1,
+    # roc_auc, ap; values: mae, rmse, r2; links: mrr, hits@K.
+    metric: str | tuple[str, ...] = "auto"
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"  # of classes in the loss
+    objective: Literal["auto", "classification", "regression"] = "auto"  # auto: labels with fractions are regression
+    loss: Literal["mse", "l1", "huber"] = "mse"  # of regression
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return (self.metric,) if isinstance(self.metric, str) else self.metric or ("auto",)
+
+    @property
+    def single_metric(self) -> str:
+        """The metric of links and events."""
+        if len(self.metrics) > 1:
+            raise ConfigError("links and events have one metric and report others beside it: set train.metric to one")
+        return self.metrics[0]

@@ -30,7 +30,7 @@ from gnnfleet.tasks.event import EventTask
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build_link import LEAKAGE_WARNING, build_links, seeded_model
-from gnnfleet.training.output_schema import OutputSchema
+from gnnfleet.training.output_schema import OutputSchema, with_objective
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +87,16 @@ class ValidatedRun:
 def validate(graph: Graph, config: RunConfig, owned_ids: OwnedIds = None) -> ValidatedRun:
     """Make every check that is possible before a strategy is built; raises ConfigError or InputError."""
     _check_features(graph, config)
+    _check_class_weights(config)
     if config.task == "link":
         run = _validated_links(graph, config, owned_ids, training=True)
     else:
+        graph = with_objective(graph, config.train)
         output = OutputSchema.of(graph)
         target = output.target
         graph = graph.with_nodes(target, split=split_codes(graph.nodes[target], config))
         _check_labels(graph.nodes[target])
+        output = output.fitted(graph.nodes[target], config.train)
         run = _validated_nodes(graph, config, output, owned_ids)
     if not len(run.task.items("train")):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
@@ -103,6 +106,7 @@ def validate(graph: Graph, config: RunConfig, owned_ids: OwnedIds = None) -> Val
 
 def validate_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
     """``validate`` for events: (task, model, [V, S] node features)."""
+    _check_class_weights(config)
     task, model, features = build_events(graph, config)
     _check_patience(task, config, "events")
     return task, model, features
@@ -113,6 +117,11 @@ def _check_patience(task: NodeTask | LinkTask | EventTask, config: RunConfig, un
         raise ConfigError(
             f"train.patience needs val {unit} and the split has none: set train.patience=0 or another --split"
         )
+
+
+def _check_class_weights(config: RunConfig) -> None:
+    if config.task != "node" and config.train.class_weights != "none":
+        raise ConfigError("train.class_weights weighs classes of nodes: leave it out, or use --task node")
 
 
 def build(graph: Graph, config: RunConfig, *, context: RankContext | None = None) -> BuiltRun:
@@ -153,14 +162,12 @@ def rebuild(
     nodes = graph.nodes[target]
     if split is not None and nodes.y is None:
         raise InputError("this store has no labels to compare with: evaluate needs them, predict does not")
-    shape = (nodes.count, output.num_classes) if output.multilabel else (nodes.count,)
-    unlabelled = torch.full(shape, -1, dtype=torch.int8 if output.multilabel else torch.int64)
     codes = torch.full((1, nodes.count), TEST if split == "all" else NO_SPLIT, dtype=torch.int8)
     if split not in (None, "all"):
         if nodes.split is None and str(config.split).isdigit():
             raise ConfigError("this store has no split: evaluate all of it with --split all")
         codes = split_codes(nodes, config)
-    graph = graph.with_nodes(target, y=unlabelled if nodes.y is None else nodes.y, split=codes)
+    graph = graph.with_nodes(target, y=output.unlabelled(nodes.count) if nodes.y is None else nodes.y, split=codes)
     return _assemble(_validated_nodes(graph, config, output, context.owned_ids), config, context)
 
 
@@ -171,7 +178,7 @@ def rebuild_links(graph: Graph, config: RunConfig, *, context: RankContext) -> B
 
 def _validated_nodes(graph: Graph, config: RunConfig, output: OutputSchema, owned_ids: OwnedIds) -> ValidatedRun:
     target = output.target_in(graph)
-    head = output.head(metric=config.train.metric, smoothing=config.train.label_smoothing)
+    head = output.head(config.train)
     model = seeded_model(graph, config, output.num_classes, owned_ids)
     return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output, describe(model))
 
@@ -224,6 +231,10 @@ def split_codes(nodes: Nodes, config: RunConfig) -> torch.Tensor:
 
 def _check_labels(nodes: Nodes) -> None:
     assert nodes.y is not None
+    if nodes.regression:
+        if bool(nodes.y.isnan().all()) or bool(nodes.y.isinf().any()):
+            raise InputError("labels to predict must be finite numbers, or NaN for none: found infinite ones or none")
+        return
     if not nodes.y.numel() or int(nodes.y.max()) < 0:
         raise InputError("no node has a label: expected class numbers from 0, found none")
     low, high = int(nodes.y.min()), int(nodes.y.max())
@@ -289,13 +300,13 @@ def _split_by_time(stream: EventStream, config: RunConfig) -> dict[str, EventStr
 def _task(stream: EventStream, parts: dict[str, EventStream], config: RunConfig, *, target: str) -> EventTask:
     if not len(parts["train"]):
         raise ConfigError("the training split has no events: choose another --split, as 0.7/0.15/0.15")
-    head, metric = None, config.train.metric
+    head, metric = None, config.train.single_metric
     if config.task == "edge":
         if stream.y is None:
             raise ConfigError("the events have no labels to predict: --task link predicts events, or import labels")
         multilabel = stream.y.dim() == 2
         classes = stream.y.shape[1] if multilabel else int(stream.y.max()) + 1 if len(stream) else 0
-        head = NodeHead(classes, multilabel, metric, config.train.label_smoothing)
+        head = NodeHead(classes, multilabel, (metric,), config.train.label_smoothing)
     elif metric not in ("auto", *LINK_METRICS):
         raise ConfigError(f"train.metric of events is {' or '.join(LINK_METRICS)}, found {metric}")
     negatives = NegativeSampler(stream.destinations, config.seed)

@@ -51,7 +51,7 @@ def build_links(
         )
     model = seeded_model(data.graph, config, config.model.hidden, owned_ids, data)
     assert model.decoder is not None
-    task = LinkTask(data, link, model.decoder, seed=config.seed, metric_name=config.train.metric)
+    task = LinkTask(data, link, model.decoder, seed=config.seed, metric_name=config.train.single_metric)
     return task, model
 
 

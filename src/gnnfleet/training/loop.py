@@ -1,6 +1,6 @@
 """The training loop: epochs, evaluation, early stopping, checkpoints. It names no strategy.
 
-Files and displays count epochs from 1, strategies from 0. The best epoch has the highest val metric; ties go to the
+Files and displays count epochs from 1, strategies from 0. The best epoch has the best val metric; ties go to the
 lower val loss, then to the earlier epoch. Every rank runs the loop. Rank 0 decides whatever depends on a clock or could
 differ by rounding.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gnnfleet.errors import RunError
+from gnnfleet.nn.metrics import LOWER_IS_BETTER
 from gnnfleet.report.epochs import OnEpoch
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
@@ -38,6 +39,7 @@ class LoopConfig:
     display: OnEpoch = lambda row: None
     broadcast: BroadcastFromFirst = lambda message: message
     profiler: PhaseProfiler = field(default_factory=PhaseProfiler)
+    other_metrics: Sequence[str] = ()  # of val, reported in each epoch
 
 
 class _BestWeights:
@@ -198,7 +200,9 @@ def _validate(
     started = time.perf_counter()
     with config.profiler.pause("evaluation"):
         scores = strategy.validate()
+    scores = {name: score for name, score in scores.items() if isinstance(score, float)}
     row |= {"val": scores[config.metric], "val_loss": scores["loss"], "eval_seconds": time.perf_counter() - started}
+    row |= {f"val_{name}": scores[name] for name in config.other_metrics}
     return scores
 
 
@@ -207,8 +211,9 @@ def _is_better(scores: Mapping[str, float], metric: str, position: TrainState) -
         return True
     if math.isnan(scores[metric]):
         return False
-    best = (position.best_metric, -position.best_loss)
-    return math.isnan(position.best_metric) or (scores[metric], -scores["loss"]) > best
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    best = (sign * position.best_metric, -position.best_loss)
+    return math.isnan(position.best_metric) or (sign * scores[metric], -scores["loss"]) > best
 
 
 def _exhausted(position: TrainState, config: LoopConfig) -> bool:

@@ -6,6 +6,7 @@ have its columns in another order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from gnnfleet.errors import InputError, RunError
+from gnnfleet.errors import ConfigError, InputError, RunError
 from gnnfleet.graph.graph import ColumnGroups, Edges, EdgeType, Graph, Nodes, validated_edges
 from gnnfleet.graph.validate import FULL_CHECK_BYTES
-from gnnfleet.nn.heads import NodeHead
+from gnnfleet.nn.heads import NodeHead, training_statistics
+from gnnfleet.tasks.train_options import TrainConfig
 
 MAX_NAMES_SHOWN = 10
 """Names of columns in one message."""
@@ -25,7 +27,7 @@ MAX_NAMES_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSchema:
-    """The labelled node type and its classes; feature widths, node counts and edge types of the training graph."""
+    """The labelled node type, its classes or values; widths, node counts and edge types of the training graph."""
 
     target: str
     num_classes: int
@@ -36,6 +38,10 @@ class OutputSchema:
     edge_types: tuple[str, ...]
     columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # by node type, if the features have names
     edge_columns: Mapping[str, ColumnGroups] = field(default_factory=dict)  # by edge type
+    regression: bool = False  # then ``num_classes`` is the number of values, and ``classes`` are their names
+    mean: tuple[float, ...] = ()  # of the training labels of a regression, and their standard deviation
+    std: tuple[float, ...] = ()
+    class_weights: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph) -> OutputSchema:
@@ -48,6 +54,7 @@ class OutputSchema:
             target=target,
             num_classes=nodes.num_classes,
             multilabel=nodes.multilabel,
+            regression=nodes.regression,
             classes=nodes.classes,
             widths={kind: _width(table) for kind, table in graph.nodes.items()},
             counts={kind: table.count for kind, table in graph.nodes.items()},
@@ -63,9 +70,45 @@ class OutputSchema:
     def from_json(cls, content: Mapping[str, Any]) -> OutputSchema:
         return TypeAdapter(cls).validate_python(content)
 
-    def head(self, *, metric: str, smoothing: float) -> NodeHead:
-        """Loss and metric of the output; ``auto`` chooses the metric."""
-        return NodeHead(self.num_classes, self.multilabel, metric, smoothing)
+    def fitted(self, nodes: Nodes, train: TrainConfig) -> OutputSchema:
+        """The schema with the statistics of the training labels that the loss needs."""
+        assert nodes.y is not None
+        option = train.class_weights
+        if self.regression and option != "none":
+            raise ConfigError("train.class_weights weighs classes, and these labels are values: leave it out")
+        statistics = training_statistics(nodes.y[nodes.mask("train")], self.num_classes)
+        if self.regression:
+            return replace(self, mean=statistics["mean"], std=statistics["std"])
+        weights = () if option == "none" else statistics["balanced"] if option == "balanced" else option
+        if weights and (
+            len(weights) != self.num_classes or not all(0 <= w < math.inf for w in weights) or not any(weights)
+        ):
+            raise ConfigError(
+                f"train.class_weights needs {self.num_classes} finite weights from 0, one per class, found {weights}"
+            )
+        return replace(self, class_weights=tuple(map(float, weights)))
+
+    def head(self, train: TrainConfig) -> NodeHead:
+        """Loss and metrics of the output."""
+        return NodeHead(
+            self.num_classes,
+            self.multilabel,
+            train.metrics,
+            train.label_smoothing,
+            regression=self.regression,
+            value_loss=train.loss,
+            class_weights=self.class_weights,
+            mean=self.mean,
+            std=self.std,
+        )
+
+    def unlabelled(self, count: int) -> Tensor:
+        """Labels of nodes that have none."""
+        if self.regression:
+            return torch.full((count, self.num_classes), torch.nan)
+        if self.multilabel:
+            return torch.full((count, self.num_classes), -1, dtype=torch.int8)
+        return torch.full((count,), -1)
 
     def target_in(self, graph: Graph) -> str:
         """The node type that the run predicts in a graph; a single type may have another name."""
@@ -184,6 +227,15 @@ class OutputSchema:
         y, renamed = nodes.y, bool(nodes.classes and self.classes and nodes.classes != self.classes)
         if y is None:
             return None
+        if self.regression:
+            y = as_values(y)
+            if y.numel() != nodes.count * self.num_classes:
+                raise RunError(f"the run was trained on {self.num_classes} values per node: import them as its labels")
+            return y
+        if nodes.regression:
+            raise RunError(
+                "the run was trained on classes, the labels of this store have fractions: name another store"
+            )
         if nodes.multilabel != self.multilabel:
             kinds = ("one label per node", "several labels per node")
             raise RunError(f"the run was trained on {kinds[self.multilabel]}, this store has {kinds[nodes.multilabel]}")
@@ -213,6 +265,27 @@ class OutputSchema:
             raise RunError(f"class {unknown[0]!r} of this store is not among those the run was trained on")
         table = torch.tensor([*(numbers.get(name, -1) for name in names), -1])  # the last is for no label
         return table[y]
+
+
+def as_values(y: Tensor) -> Tensor:
+    """Labels as values, NaN for none."""
+    return y if y.is_floating_point() else torch.where(y < 0, torch.nan, y.float())
+
+
+def with_objective(graph: Graph, train: TrainConfig) -> Graph:
+    """The graph with labels as classes or values, as the option asks."""
+    target, objective = graph.labelled_type, train.objective
+    if target is None or objective == "auto" or (objective == "regression") == graph.nodes[target].regression:
+        return graph
+    nodes = graph.nodes[target]
+    if objective == "classification":
+        raise ConfigError("train.objective=classification needs class numbers, and these labels have fractions")
+    assert nodes.y is not None
+    if nodes.classes and not nodes.multilabel:
+        raise ConfigError(
+            f"train.objective=regression needs numbers, and labels are names such as {nodes.classes[0]!r}"
+        )
+    return graph.with_nodes(target, y=as_values(nodes.y))
 
 
 def column_order(run: ColumnGroups, store: ColumnGroups, suffix: str = "") -> Tensor | None:

@@ -21,7 +21,9 @@ from gnnfleet.report.metrics import MetricsFile, MetricsSink, TensorBoard
 from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import Strategy
+from gnnfleet.tasks.base import PER_CLASS, Scores
 from gnnfleet.tasks.link import LinkTask
+from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import BuiltRun
 from gnnfleet.training.checkpoint import CheckpointSink, TrainState
 from gnnfleet.training.loop import LoopConfig, fit
@@ -45,6 +47,7 @@ def run_session(
         position, rows = _fit(built, config, directory, start, profiler, quiet=quiet or not uncounted.is_first)
         pages = built.strategy.artifacts()
         other_metrics = {split: _evaluate(built, split) for split in ("val", "test")}
+        per_class = {split: metrics.pop(PER_CLASS, None) for split, metrics in other_metrics.items()}["test"]
         scores = {split: metrics.pop(built.task.metric) for split, metrics in other_metrics.items()}
         profiler.report()
     traffic, memory = _measure_ranks(built, config, after_build)
@@ -62,6 +65,7 @@ def run_session(
             "name": built.task.metric,
             "best_epoch": position.best_epoch,
             **({"beside": other_metrics} if any(other_metrics.values()) else {}),
+            **({PER_CLASS: per_class} if per_class else {}),
         },
         traffic=traffic,
         memory=memory,
@@ -118,6 +122,7 @@ def _fit(
         loop = LoopConfig(
             train=config.train,
             metric=built.task.metric,
+            other_metrics=built.task.head.metrics[1:] if isinstance(built.task, NodeTask) else (),
             validates=built.has("val"),
             checkpoints=directory or CheckpointSink(),
             sinks=sinks,
@@ -160,11 +165,17 @@ def _measure_ranks(
     return traffic, by_name
 
 
-def _evaluate(built: BuiltRun, split: str) -> dict[str, float | None]:
+def _evaluate(built: BuiltRun, split: str) -> Scores:
     """All metrics of a split; None for a metric without a value, as on an empty split."""
-    metrics = built.strategy.evaluate(split) if built.has(split) else {built.task.metric: math.nan}
+    metrics: Scores = built.strategy.evaluate(split) if built.has(split) else {built.task.metric: math.nan}
+    report = {PER_CLASS: named_report(built, metrics.pop(PER_CLASS))} if PER_CLASS in metrics else {}
     values = {name: value for name, value in metrics.items() if name not in ("loss", "count")}
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+    return {**{name: None if math.isnan(value) else value for name, value in values.items()}, **report}
+
+
+def named_report(built: BuiltRun, report: Scores) -> Scores:
+    """A report per class with the names of the classes."""
+    return {"classes": list(built.nodes.classes) or list(range(len(report["support"]))), **report}
 
 
 def _measure_peak_tensors(strategy: Strategy, epoch: int) -> int:

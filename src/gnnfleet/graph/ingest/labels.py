@@ -1,7 +1,7 @@
 """Label and split columns of a table, read as class numbers and split codes.
 
 A label column holds class numbers from 0 (−1 or empty for none), or names, which are numbered in sorted order.
-Several columns of 0 and 1, or lists, are several labels per node or edge.
+Several columns of 0 and 1, or lists, are several labels per node or edge. Columns of values are labels of a regression.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gnnfleet.graph.ingest.spec import NONE, SPLIT_CODES
 from gnnfleet.io.bundle import ArrayWriter, BundleWriter
 
 MAX_CLASSES = 1_000_000
-LabelForm = Literal["number", "name", "columns", "list", "names"]
+LabelForm = Literal["value", "number", "name", "columns", "list", "names"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class LabelSource:
 
     def select(self) -> list[str]:
         cells = [sql.sql_name(column) for column in self.columns]
+        if self.form == "value":
+            return [f"try_cast({cell} AS FLOAT)" for cell in cells]
         if self.form == "number":
             # NaN is how pandas writes a missing integer.
             return [f"try_cast(nullif(try_cast({cells[0]} AS DOUBLE), 'nan'::DOUBLE) AS BIGINT)"]
@@ -66,7 +68,9 @@ class LabelSource:
     def _check(self, column: str) -> RowCheck | None:
         cell = sql.sql_name(column)
         number = f"try_cast({cell} AS DOUBLE)"
-        if self.form == "number":
+        if self.form == "value":
+            invalid, expected = f"coalesce(isinf({number}::FLOAT), true)", "a finite number, or nothing for no label"
+        elif self.form == "number":
             invalid = f"coalesce({number} < -1, true) OR (NOT isnan({number}) AND {number} <> floor({number}))"
             expected = "a class number from 0, −1 or nothing for no label"
         elif self.form == "columns":
@@ -81,6 +85,9 @@ class LabelSource:
     def read(self, arrays: list[Any]) -> Tensor:
         """[n] int64 or [n, C] int8 of one batch of ``select``."""
         array = arrays[0]
+        if self.form == "value":
+            y = np.stack([np.asarray(pc.fill_null(array, np.nan), np.float32) for array in arrays], axis=1)
+            return torch.from_numpy(y if self.width else y[:, 0])
         if self.form in ("number", "name"):
             codes = array if self.form == "number" else pc.index_in(array, value_set=self._class_names(array.type))
             return torch.from_numpy(np.array(pc.fill_null(codes.cast(pa.int64()), -1)))
@@ -99,11 +106,18 @@ class LabelSource:
 
     def missing(self, count: int) -> Tensor:
         """Labels for rows that have none."""
-        return torch.full((count, self.width), -1, dtype=torch.int8) if self.width else torch.full((count,), -1)
+        return torch.full((count, *self._columns), torch.nan if self.form == "value" else -1, dtype=self._dtype)
 
     def open_array(self, out: BundleWriter, path: str) -> ArrayWriter:
-        columns = (self.width,) if self.width else ()
-        return out.array(path, torch.int8 if columns else torch.int64, columns)
+        return out.array(path, self._dtype, self._columns)
+
+    @property
+    def _columns(self) -> tuple[int, ...]:
+        return (self.width,) if self.width else ()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.form == "value" else torch.int8 if self.width else torch.int64
 
     def _class_names(self, kind: Any) -> Any:
         return pa.array(self.classes, kind)
@@ -137,6 +151,13 @@ def find_labels(source: TableSource, patterns: str | None, option: str = "label"
         return LabelSource((column,), "number", option=option)
     classes = _distinct(source, column, f"nullif({cell}::VARCHAR, '')")
     return LabelSource((column,), "name", classes=classes, option=option)
+
+
+def find_values(source: TableSource, patterns: str) -> LabelSource:
+    """Find the columns of values to predict."""
+    columns = tuple(match_columns(source, patterns, "value"))
+    width = len(columns) if len(columns) > 1 else 0
+    return LabelSource(columns, "value", classes=columns if width else (), width=width, option="value")
 
 
 def read_split(array: Any) -> np.ndarray[Any, np.dtype[np.int8]] | None:

@@ -24,7 +24,7 @@ from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
 from gnnfleet.graph.ingest.labels import LabelSource
 from gnnfleet.graph.ingest.source import TableSource
-from gnnfleet.graph.ingest.spec import NodeCounts, NodeTable, TableSpec, count_nodes
+from gnnfleet.graph.ingest.spec import NONE, NodeCounts, NodeTable, TableSpec, count_nodes
 from gnnfleet.graph.split import NodeKeys, make_split, parse_rule, value_keys
 from gnnfleet.graph.store import node_dir
 from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
@@ -64,7 +64,10 @@ def plan_nodes(source: TableSource, table: NodeTable, spec: TableSpec) -> NodeTa
     """Find the columns of a node table; raises InputError naming one that is missing."""
     id_column = find_column(source, "id", table.id, required=True)
     assert id_column is not None
-    label_source = labels.find_labels(source, table.label)
+    if table.value is not None and table.label not in (None, NONE):
+        raise ConfigError("a node type has classes or values to predict: name --label or --value, not both")
+    values = None if table.value is None else labels.find_values(source, table.value)
+    label_source = values or labels.find_labels(source, table.label)
     split = find_column(source, "split", table.split)
     used = [id_column, split, *(label_source.columns if label_source else ())]
     features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)

@@ -21,7 +21,17 @@ import numpy as np
 import torch
 
 from gnnfleet.errors import InputError
-from gnnfleet.graph.graph import SPLITS, Edges, EdgeType, Graph, Nodes, masks_to_split, validated_edges, validated_nodes
+from gnnfleet.graph.graph import (
+    SPLITS,
+    Edges,
+    EdgeType,
+    Graph,
+    Nodes,
+    labelled_rows,
+    masks_to_split,
+    validated_edges,
+    validated_nodes,
+)
 from gnnfleet.graph.ingest.clean import is_undirected
 from gnnfleet.graph.ingest.relations import (
     SINGLE_RELATION,
@@ -178,7 +188,9 @@ def _read_nodes(file: _Arrays, kinds: NodeTypeIndex) -> dict[str, Nodes]:
             type_x = x[members] if several else x
         if type_ids is None:
             type_ids = ids[members] if ids is not None else members if several else None
-        labelled = y is not None and (name == target if target is not None else not several or (y[members] >= 0).any())
+        labelled = y is not None and (
+            name == target if target is not None else not several or labelled_rows(torch.from_numpy(y[members])).any()
+        )
         has_split = split is not None and (not several or bool((split[:, members] >= 0).any()))
         with locate_errors(f"{file.path}, nodes of type {name}"):
             tables[name] = validated_nodes(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import NO_SPLIT, SPLITS, TEST, TRAIN, VAL, ColumnGroups, Edges, EdgeType, Nodes
+from gnnfleet.graph.graph import NO_SPLIT, SPLITS, TEST, TRAIN, VAL, ColumnGroups, Edges, EdgeType, Nodes, labelled_rows
 from gnnfleet.graph.ingest.clean import DuplicateRule, SelfLoopRule, check_choice
 from gnnfleet.graph.split import parse_rule
 from gnnfleet.io.bundle import dtype_name
@@ -37,7 +37,8 @@ FeatureType = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTable:
-    """The files of one node type and their columns; ``features`` and ``label`` take patterns, by commas or spaces.
+    """The files of one node type and their columns; ``features``, ``label`` and ``value`` take patterns, by commas
+    or spaces.
 
     ``columns`` names the columns of CSV files without a header line, by commas or spaces.
     """
@@ -46,6 +47,7 @@ class NodeTable:
     columns: str | None = None
     id: str | None = None
     label: str | None = None
+    value: str | None = None
     split: str | None = None
     features: str | None = None
 
@@ -198,7 +200,7 @@ def count_nodes(nodes: Nodes) -> NodeCounts:
 
 
 def count_labelled(y: Tensor | None) -> int:
-    return 0 if y is None or not y.numel() else int((y if y.dim() == 1 else y.amax(1)).ge(0).sum())
+    return 0 if y is None or not y.numel() else int(labelled_rows(y).sum())
 
 
 def count_split(split: Tensor | None, code: int) -> int:

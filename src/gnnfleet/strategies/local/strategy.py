@@ -41,7 +41,7 @@ from gnnfleet.strategies.local.config import LocalConfig
 from gnnfleet.strategies.optim import load_optimizer, make_optimizer, optimizer_tensors
 from gnnfleet.strategies.protocol import Prediction, Reporting, State, StepRecord
 from gnnfleet.strategies.sampling_options import check_fanouts_per_layer, parse_fanouts
-from gnnfleet.tasks.base import Batch, RowLookup
+from gnnfleet.tasks.base import Batch, RowLookup, Scores
 
 # Below this number of nodes the features fit the CPU caches and clustering costs more than it gains.
 REORDER_MIN_NODES = 50_000
@@ -124,7 +124,7 @@ class LocalStrategy(Reporting):
             buffer.copy_(buffers[name])
         return total / max(count, 1), count, {name: grad_sum / max(count, 1) for name, grad_sum in sums.items()}
 
-    def evaluate(self, split: str) -> dict[str, float]:
+    def evaluate(self, split: str) -> Scores:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
         with torch.no_grad():

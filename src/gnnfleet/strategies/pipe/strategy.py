@@ -38,7 +38,7 @@ from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
 from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_cluster, profile_model
 from gnnfleet.strategies.pipe.schedule import bubble_share
 from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, Reporting, State, StepRecord
-from gnnfleet.tasks.base import RowLookup
+from gnnfleet.tasks.base import RowLookup, Scores
 
 # Keys of the state: the grid and the chunk layout of a rank's history, and the exactness monitor.
 _GRID, _LAYOUT, _MONITOR = "cut", "layout", "guard"
@@ -228,10 +228,10 @@ class PipeStrategy(Reporting):
         """The first rank of the last stage."""
         return (self.grid.stages - 1) * self.grid.graph_parallel
 
-    def evaluate(self, split: str) -> dict[str, float]:
+    def evaluate(self, split: str) -> Scores:
         if not len(self._job.task.items(split)):
             raise ConfigError(f"the {split} split is empty: choose another --split")
-        measures: dict[str, float] = {}
+        measures: Scores = {}
         with torch.no_grad():
             out, rank = self._outputs()[0], self._pipeline_rank
             if rank is not None and rank.is_last:

@@ -19,8 +19,8 @@ from torch import Tensor
 from gnnfleet.comm.collectives import all_gather_rows
 from gnnfleet.comm.world import World
 from gnnfleet.graph.events.event_stream import AllDestinations, EventStream
-from gnnfleet.nn.heads import MetricState
 from gnnfleet.nn.link import link_loss
+from gnnfleet.nn.metrics import MetricState
 from gnnfleet.nn.ranking import average_precision, edgebank_ranks, mrr, ranks_in_own_list, time_window
 from gnnfleet.nn.temporal.decoders import ClassDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
@@ -169,8 +169,8 @@ class EventEvaluator:
             loss += float(head.loss(logits, labels))
             count += float(head.is_labelled(labels).sum())
             self._replay_batch(memory, low, high)
-        metric = float("nan") if state is None else head.compute(state)
-        return {"loss": loss / max(count, 1.0), "count": count, head.name: metric}
+        metrics = dict.fromkeys(head.metrics, float("nan")) if state is None else head.compute(state)
+        return {"loss": loss / max(count, 1.0), "count": count, **metrics}
 
     def _edgebank(self, split: str, *, full: bool) -> dict[str, float]:
         """MRR of the EdgeBank baseline by the same rule."""

@@ -27,7 +27,7 @@ from gnnfleet.strategies.tma.averaging import FlatLayout
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundStats
 from gnnfleet.strategies.tma.protocol import RunMessages
-from gnnfleet.tasks.base import RowLookup
+from gnnfleet.tasks.base import RowLookup, Scores
 from gnnfleet.tasks.link import LinkTask
 
 CORRECTION = "correction/"
@@ -113,7 +113,7 @@ class TmaStrategy(Reporting):
             return False
         return self._coordinator.newest_round > self._round.round
 
-    def evaluate(self, split: str) -> dict[str, float]:
+    def evaluate(self, split: str) -> Scores:
         return self._evaluator.evaluate(split)
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
