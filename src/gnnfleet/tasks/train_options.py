@@ -31,7 +31,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (self.metric,) if isinstance(self.metric, str) else self.metric or ("auto",)
+        """Names of the metrics; ``a,b`` and ``[a,b]`` of a command line are lists, too."""
+        names = self.metric.strip("[]").split(",") if isinstance(self.metric, str) else self.metric
+        return tuple(name.strip() for name in names) or ("auto",)
 
     @property
     def single_metric(self) -> str:
