@@ -114,10 +114,15 @@ def test_stages_equal_local(pool: RankPool, folder: Path, size: int, partitions:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_one_trainer_equals_local_and_several_have_the_same_loss(folder: Path, task: str) -> None:
-    graph = open_store(folder / task)
+    """A round is an epoch here, also of the learning rate."""
+    graph, schedule = open_store(folder / task), {"schedule": "step", "step_size": 1, "gamma": 0.5}
     plain: Any = build(graph, resolve(settings_of(task, name="local", **SAMPLED))).strategy
-    steps = [len(list(plain.train_epoch(epoch))) for epoch in range(3)]
-    config = resolve(settings_of(task, name="tma", scheme="random", steps=steps[0], give_up=30, **SAMPLED))
+    for epoch in range(3):
+        plain.set_learning_rate(0.3 * 0.5**epoch)
+        list(plain.train_epoch(epoch))
+    settings = settings_of(task, name="tma", scheme="random", steps=plain.steps_per_epoch, give_up=30, **SAMPLED)
+    settings["train"] |= schedule
+    config = resolve(settings)
     with trainers_in_threads(folder / task, config) as strategy:
         rounds(strategy, 0, 3)
         assert strategy.evaluate("test") == plain.evaluate("test")

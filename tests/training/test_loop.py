@@ -124,6 +124,11 @@ class ScriptedStrategy:
     def epoch_metrics(self) -> dict[str, float]:
         return {}
 
+    steps_per_epoch = 1
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.lr = lr
+
     def state_dict(self) -> State:
         return {"model": {}}
 

@@ -179,6 +179,8 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
     """Raise ConfigError if ``new`` would make a resumed run differ from an uninterrupted one."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     resumable = {*_RESUMABLE, *(f"strategy.{option}" for option in old.spec.resumable)}
+    if old.train.depends_on_epochs:
+        resumable -= {"train.epochs"}
     changed = [key for key in {**after, **before} if key not in resumable and before.get(key) != after.get(key)]
     if changed:
         key = changed[0]

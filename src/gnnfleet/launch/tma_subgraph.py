@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.trainer import LocalTraining
+from gnnfleet.tasks.learning_rate import learning_rate
 from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import RankContext, ValidatedRun, make_job, validate
@@ -59,6 +61,7 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, nodes: Mapp
         embeddings=embeddings,
         set_remote_rows=lambda rows: _set_remote_rows(subgraph, model, target, rows),
         count_items=lambda epoch: len(task.train_items(job.seed, epoch)),
+        learning_rate=partial(learning_rate, config.train),
     )
 
 

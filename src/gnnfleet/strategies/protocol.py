@@ -55,7 +55,18 @@ class Prediction:
 
 
 class Reporting(Protocol):
-    """Reports of a strategy besides losses; by default only evaluations."""
+    """Reports of a strategy besides losses, by default only evaluations; the learning rate."""
+
+    _optimizer: torch.optim.Optimizer
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return 1
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the rate of the next steps."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
 
     def evaluate(self, split: str) -> Scores:
         """The scores of the task, exact: full neighbourhoods, no dropout."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from gnnfleet.errors import ConfigError
 
@@ -14,6 +14,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
     epochs: int = Field(default=100, ge=0)
     lr: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    schedule: Literal["constant", "cosine", "linear", "step", "plateau", "one_cycle"] = "constant"
+    warmup: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # epochs in which the rate rises to lr, by steps
+    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # lowest rate of cosine, linear, step and plateau
+    step_size: int = Field(default=20, ge=1)  # step: epochs between reductions; plateau: epochs without a better metric
+    gamma: float = Field(default=0.1, gt=0, le=1)  # factor of a reduction of step and plateau
     weight_decay: float = Field(default=5e-4, ge=0, allow_inf_nan=False)
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     momentum: float = Field(default=0.9, ge=0, lt=1)  # sgd only
@@ -28,6 +33,17 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"  # of classes in the loss
     objective: Literal["auto", "classification", "regression"] = "auto"  # auto: labels with fractions are regression
     loss: Literal["mse", "l1", "huber"] = "mse"  # of regression
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "one_cycle" and self.warmup:
+            raise ValueError("train.schedule=one_cycle has a warm-up of its own: leave out train.warmup")
+        return self
+
+    @property
+    def depends_on_epochs(self) -> bool:
+        """True if the rates depend on the number of epochs."""
+        return self.schedule in ("cosine", "linear", "one_cycle")
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -113,10 +113,14 @@ def validate_events(graph: Graph, config: RunConfig) -> tuple[EventTask, Tempora
 
 
 def _check_patience(task: NodeTask | LinkTask | EventTask, config: RunConfig, unit: str) -> None:
-    if config.train.patience and not len(task.items("val")):
+    train = config.train
+    if (train.patience or train.schedule == "plateau") and not len(task.items("val")):
+        option, other = ("patience", "patience=0") if train.patience else ("schedule=plateau", "schedule=cosine")
         raise ConfigError(
-            f"train.patience needs val {unit} and the split has none: set train.patience=0 or another --split"
+            f"train.{option} needs val {unit} and the split has none: set train.{other} or another --split"
         )
+    if train.schedule == "plateau" and config.spec.execution == "supervised":
+        raise ConfigError("trainers do not know the val metric, which train.schedule=plateau needs: use cosine or step")
 
 
 def _check_class_weights(config: RunConfig) -> None:

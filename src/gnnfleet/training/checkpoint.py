@@ -42,6 +42,8 @@ class TrainState:
     best_epoch: int = 0  # epochs done at the best evaluation; 0 before there is one
     best_metric: float | None = None
     best_loss: float | None = None
+    lr_scale: float = 1.0  # reduction of the learning rate on a plateau
+    lr_epoch: int = 0  # epochs done at the last reduction
 
 
 class CheckpointSink:

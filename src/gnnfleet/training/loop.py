@@ -19,6 +19,7 @@ from gnnfleet.nn.metrics import LOWER_IS_BETTER
 from gnnfleet.report.epochs import OnEpoch
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
+from gnnfleet.tasks.learning_rate import learning_rate
 from gnnfleet.tasks.train_options import TrainConfig
 from gnnfleet.training.checkpoint import CheckpointSink, TrainState
 from gnnfleet.training.phase_profiler import PhaseProfiler
@@ -135,6 +136,7 @@ def fit(
                 best_metric, best_loss = scores[config.metric], scores["loss"]
                 position = replace(position, best_epoch=position.epoch, best_metric=best_metric, best_loss=best_loss)
                 best_weights.update(strategy, position)
+            position = _after_plateau(config.train, position)
         rows.append(row)
         for sink in config.sinks:
             sink.write(row)
@@ -158,6 +160,9 @@ def _run_epoch(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Train one epoch, or the rest of a resumed one; returns the new position and the epoch's row of metrics."""
     started = time.perf_counter() - position.seconds
+    steps = strategy.steps_per_epoch
+    lr = rate = _learning_rate(config.train, position, steps)
+    strategy.set_learning_rate(rate)
     checkpoints.begin_epoch()
     config.profiler.begin()
     with closing(strategy.train_epoch(position.epoch, position.within)) as records:
@@ -171,14 +176,29 @@ def _run_epoch(
                 count=position.count + record.count,
                 seconds=time.perf_counter() - started,
             )
+            lr, rate = rate, _learning_rate(config.train, position, steps)
+            strategy.set_learning_rate(rate)  # of the next step
             config.profiler.after_step(record.step)
             with config.profiler.pause("checkpoint"):
                 started += checkpoints.after_step(strategy, position)
     config.profiler.end(position.epoch + 1)
     mean = position.loss / max(position.count, 1)
-    row = {"epoch": position.epoch + 1, "step": position.step, "train_loss": mean}
+    row = {"epoch": position.epoch + 1, "step": position.step, "train_loss": mean, "lr": lr}
     row |= {"seconds": time.perf_counter() - started}
     return replace(position, epoch=position.epoch + 1, within=0, loss=0.0, count=0, seconds=0.0), row
+
+
+def _learning_rate(train: TrainConfig, position: TrainState, steps: int) -> float:
+    step = position.epoch * steps + min(position.within, steps)
+    return learning_rate(train, step, steps_per_epoch=steps, scale=position.lr_scale)
+
+
+def _after_plateau(train: TrainConfig, position: TrainState) -> TrainState:
+    """Reduce the rate if val has not improved for more than ``step_size`` epochs."""
+    waited = position.epoch - max(position.best_epoch, position.lr_epoch)
+    if train.schedule != "plateau" or waited <= train.step_size:
+        return position
+    return replace(position, lr_scale=position.lr_scale * train.gamma, lr_epoch=position.epoch)
 
 
 def _check_loss(record: StepRecord, position: TrainState, train: TrainConfig) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.reorder import cluster_order, limit_destinations, reordered_view
-from gnnfleet.graph.sampling.batches import epoch_batches
+from gnnfleet.graph.sampling.batches import count_batches, epoch_batches
 from gnnfleet.graph.sampling.loader import FeatureGather, prepare_backward
 from gnnfleet.graph.sampling.prefetch import auto_depth, prefetch_items
 from gnnfleet.graph.sampling.sampler import NeighborSampler
@@ -62,6 +62,10 @@ class LocalStrategy(Reporting):
             _ = self._last_view, self._x  # computed before the first step is timed
             self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
         self._cached_outputs: tuple[Any, Any] | None = None  # exact output and last input of the current weights
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, count_batches(len(self._job.task.train_items(self._job.seed, 0)), self._config.batch_size))
 
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         started = time.perf_counter()

@@ -93,6 +93,10 @@ class MacrobatchStrategy(PartitionedStrategy):
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.for_type(module.kind if module.kind in view.nodes else self._target).gather_rows
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, count_batches(len(self._job.task.train_items(self._job.seed, 0)), self._config.batch))
+
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         fetcher = self.fetcher  # sampling for its choices is no part of the first step's time
         self.stats, self._wait_seconds = FetchStats(), 0.0

@@ -30,7 +30,7 @@ class TemporalConfig(StrategyConfig, frozen=True, extra="forbid"):
     # A step averages epoch_parallel · memory_parallel batches; the learning rate grows with it over ``warmup`` epochs.
     lr_scale: Literal["linear", "sqrt", "none"] = "sqrt"
     warmup: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    # The learning rate after e epochs is multiplied by 1 / (1 + lr_decay · e).
+    # With train.schedule=constant, the learning rate after e epochs is multiplied by 1 / (1 + lr_decay · e).
     lr_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     # Decay per batch of the EMA of weights that evaluations and checkpoints use; 0: the last weights.
     average: float = Field(default=0.99, ge=0, lt=1, allow_inf_nan=False)

@@ -102,6 +102,13 @@ class TemporalStrategy(Reporting):
     def relation(self) -> str:
         return self._config.relation
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, self.scheduler.schedule.start(1) - self.scheduler.schedule.start(0))
+
+    def set_learning_rate(self, lr: float) -> None:
+        self._lr_schedule = replace(self._lr_schedule, lr=lr)
+
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         self._replayed, self._last_epoch = None, epoch
         static, schedule = self._static_rows(), self.scheduler.schedule
@@ -172,7 +179,8 @@ class TemporalStrategy(Reporting):
         factor = {"linear": float(batches), "sqrt": batches**0.5, "none": 1.0}[config.lr_scale]
         epoch = max(self.scheduler.schedule.sweep / batches, 1.0)
         warmup = round(config.warmup * epoch) if factor > 1 else 0
-        return LrSchedule(self._job.train.lr, factor, warmup, config.lr_decay, epoch)
+        decay = config.lr_decay if self._job.train.schedule == "constant" else 0.0
+        return LrSchedule(self._job.train.lr, factor, warmup, decay, epoch)
 
     @property
     def _prefetch_depth(self) -> int:

@@ -68,6 +68,9 @@ class TmaStrategy(Reporting):
         local = make_config(config.local_settings(model.num_layers))
         return build_strategy(local, replace(job, model=model, task=task, train=train))
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Nothing: trainers know the rate of each round."""
+
     def train_epoch(self, epoch: int, first: int = 0) -> Generator[StepRecord]:
         if self._coordinator is None:
             self._coordinator = self._make_coordinator(epoch).start()
