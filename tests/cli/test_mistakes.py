@@ -105,7 +105,7 @@ CASES = [
     ("{}/unvalidated --set train.patience=3", 2, "train.patience needs val nodes"),
     ("{}/unsplit", 2, "the graph has no split"),
     ("{}/unlabelled", 3, "the graph has no labels"),
-    ("{}/shop --split 0.6/0.2/0.2 --model gcn", 2, "use the model rgcn"),
+    ("{}/shop --split 0.6/0.2/0.2 --model gcn", 2, "use one of rgcn, hetero-sage"),
     ("{}/none", 4, "no graph at"),
 ]
 

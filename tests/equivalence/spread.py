@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,13 @@ def typed_graph() -> Graph:
         ends = [torch.randint(0, counts[node_type], (count,), generator=random) for node_type in (src, dst)]
         edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
     return Graph.of(nodes, edges)
+
+
+def bare_graph() -> Graph:
+    """The typed graph, with one node type without features."""
+    graph = typed_graph()
+    nodes = {kind: replace(table, x=None if kind == "b" else table.x) for kind, table in graph.nodes.items()}
+    return Graph.of(nodes, dict(graph.edges))
 
 
 def related_graph() -> Graph:

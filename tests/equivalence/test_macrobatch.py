@@ -39,7 +39,7 @@ MODELS: list[dict[str, Any]] = [
     {"name": "gat", "heads": 2, "edge_features": True, "attention_dropout": 0.3},
     {"name": "gatv2", "heads": 2},
 ]
-TYPED: list[dict[str, Any]] = [{"name": "rgcn"}]
+TYPED: list[dict[str, Any]] = [{"name": "rgcn"}, {"name": "hetero-sage"}, {"name": "hgt", "heads": 2}]
 GRAPHS = {
     "plain": (plain_graph, MODELS),
     "typed": (typed_graph, TYPED),

@@ -20,7 +20,7 @@ from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference import predict as prediction
 from gnnfleet.strategies.protocol import IDS_SUFFIX, SHARDED
 from gnnfleet.training.build import RankContext, build
-from tests.equivalence.spread import cut_graph, plain_graph, related_graph, typed_graph
+from tests.equivalence.spread import bare_graph, cut_graph, plain_graph, related_graph, typed_graph
 from tests.ranks import RankPool, with_shm_transport
 
 EPOCHS = 3
@@ -38,11 +38,19 @@ MODELS: list[dict[str, Any]] = [
     {"name": "gcn2", "layers": 4},
     {"name": "res+", "norm": "batch"},
 ]
-TYPED: list[dict[str, Any]] = [{"name": "rgcn"}, {"name": "rgcn", "norm": "batch", "bases": 2}]
+TYPED: list[dict[str, Any]] = [
+    {"name": "rgcn"},
+    {"name": "rgcn", "norm": "batch", "bases": 2},
+    {"name": "hetero-sage", "norm": "layer", "residual": True},
+    {"name": "hetero-gat", "heads": 2, "input_dropout": 0.3},
+    {"name": "hgt", "heads": 2, "norm": "batch", "act": "elu", "attention_dropout": 0.3},
+]
+HETERO_GIN = {"name": "hetero-gin", "norm": "batch", "train_eps": True}
 GRAPHS = {
     "plain": (plain_graph, MODELS),
     "typed": (typed_graph, TYPED),
-    "related": (related_graph, [{"name": "rgcn", "bases": 1}]),
+    "bare": (bare_graph, [{"name": "rgcn"}, {"name": "hgt", "heads": 2}]),
+    "related": (related_graph, [{"name": "rgcn", "bases": 1}, {"name": "hetero-gatv2", "heads": 2}, HETERO_GIN]),
 }
 
 
@@ -50,7 +58,7 @@ LINKS: dict[str, dict[str, Any]] = {
     "dot": {"link": {"negatives": 2, "ranking": "sampled"}},
     "mlp": {"link": {"decoder": "mlp", "dropout": 0.3, "negative_mode": "shared", "negatives": 5, "l2": 0.1}},
     "given": {"link": {"loss": "softmax", "negatives": 3, "ranking": "given"}},
-    "typed": {"model": {"name": "rgcn"}, "link": {"reverse": "none"}},
+    "typed": {"model": {"name": "hgt", "act": "elu"}, "link": {"reverse": "none"}},
 }
 
 

@@ -126,6 +126,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("plain", {"full": True, "batch": 0}, {"model": {"name": "gcn"}}),
     ("plain", {}, {"model": {"embedding": 3}}),
     ("typed", {}, {"model": {"name": "rgcn"}}),
+    ("typed", {}, {"model": {"name": "hgt", "heads": 2, "attention_dropout": 0.3}}),
     ("linked", {"batch": 50}, {"task": "link", "link": {"negatives": 2, "eval_negatives": 6, "ranking": "sampled"}}),
 ]
 

@@ -234,7 +234,7 @@ def test_wrong_or_missing_settings_are_refused_with_a_hint() -> None:
         nn.GCN(hidden=0)
     with pytest.raises(ConfigError, match="multiple of heads, found 10 and 4"):
         nn.GAT(hidden=10)
-    with pytest.raises(ConfigError, match="use the model rgcn"):
+    with pytest.raises(ConfigError, match="use one of rgcn, hetero-sage"):
         nn.build_model(nn.SAGE(), hetero_graph())
     unlabelled = Graph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=3)
     with pytest.raises(InputError, match="give out_channels"):
@@ -245,9 +245,9 @@ def test_wrong_or_missing_settings_are_refused_with_a_hint() -> None:
         build("sage", graph)([LocalView.of_graph(graph)] * 2, graph.single_nodes.x.double())
     with pytest.raises(InputError, match=r"found none: set model.embedding"):
         build("sage", graph)(LocalView.of_graph(graph), None)
-    for make, name in zip(
-        (nn.SAGE, nn.GCN, nn.GAT, nn.GATv2, nn.GIN, nn.RGCN, nn.GCN2, nn.ResPlus), MODELS, strict=True
-    ):
+    hetero = nn.HeteroSAGE, nn.HeteroGAT, nn.HeteroGATv2, nn.HeteroGIN, nn.HGT
+    makers = nn.SAGE, nn.GCN, nn.GAT, nn.GATv2, nn.GIN, nn.RGCN, *hetero, nn.GCN2, nn.ResPlus
+    for make, name in zip(makers, MODELS, strict=True):
         assert make(hidden=32, layers=2) == nn.ModelConfig(name=name, hidden=32, layers=2)
 
 

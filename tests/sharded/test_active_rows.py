@@ -85,7 +85,8 @@ def typed_chain() -> Graph:
     return Graph.of(nodes, edges)
 
 
-GRAPHS = {"chain": (chain, MODELS), "typed": (typed_chain, [{"name": "rgcn"}, {"name": "rgcn", "bases": 2}])}
+HETERO: list[dict[str, Any]] = [{"name": "hetero-sage"}, {"name": "hgt", "heads": 2}]
+GRAPHS = {"chain": (chain, MODELS), "typed": (typed_chain, [{"name": "rgcn"}, {"name": "rgcn", "bases": 2}, *HETERO])}
 
 
 @pytest.fixture(scope="module")

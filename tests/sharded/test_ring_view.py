@@ -119,7 +119,25 @@ def related(view: Any, x: dict[str, Tensor], coefficient: Tensor, combine: bool)
                 f"{reduce} dnode2": rows.grad,
                 f"{reduce} params": scale.grad,
             }
+    for score, joint in (("add", False), ("v2", False), ("dot", True)):
+        values |= attended_relations(view, x, score, joint)
     return values
+
+
+def attended_relations(view: Any, x: dict[str, Tensor], score: str, joint: bool) -> dict[str, Tensor]:
+    """Attention over all relations, with dropout; a softmax for each, or one for all into a node."""
+    leaves = {kind: x[kind][rows.node_ids].requires_grad_() for kind, rows in view.nodes.items()}
+    vector = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True) if score == "v2" else None
+    value = {kind: leaves[kind.src] * (1 + number) for number, kind in enumerate(view.edge_types)}
+    src = value if score == "v2" else {kind: rows.sin() for kind, rows in value.items()}
+    ends = {kind.dst: None for kind in view.edge_types} if joint else view.edge_types
+    dst = {end: (leaves[end] if joint else leaves[end.dst] + number).cos() for number, end in enumerate(ends)}
+    outs = view.attend_relations(value, src=src, dst=dst, heads=3, score=score, vector=vector, dropout=0.3)
+    assert list(outs) == list(ends)
+    sum((out * out.detach().sin()).sum() for out in outs.values()).backward()
+    values = {f"{score} {'d' * joint}{end}": out.detach() for end, out in outs.items()}
+    values |= {f"{score}' d{kind}": leaf.grad for kind, leaf in leaves.items() if leaf.grad is not None}
+    return values if vector is None else values | {f"{score} params": vector.grad}
 
 
 def related_on_rank(world: World, path: str, group: int, x: dict[str, Tensor], coefficient: Tensor) -> Any:
@@ -144,7 +162,7 @@ def test_all_relations_in_one_exchange_equal_local(
         for kind, nodes in graph.nodes.items()
     }
     coefficient = torch.randn(len(graph.edges), generator=random, dtype=torch.float64)
-    expected = related(LocalView.of_graph(graph).with_step(key=KEY), x, coefficient, combine=len(x) == 1)
+    expected = related(LocalView.of_graph(graph).with_step(key=KEY, layer=1), x, coefficient, combine=len(x) == 1)
     path = parts_of(graph, folder, make.__name__, size, method)
     for group in [1 + CUTS.index(method) % size]:
         ranks = pool.run(size, related_on_rank, path, group, x, coefficient)

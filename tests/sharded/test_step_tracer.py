@@ -61,7 +61,10 @@ def predicted_and_sent(
     return steps
 
 
-@pytest.mark.parametrize(("make", "models"), [(plain_graph, MODELS), (typed_graph, [{"name": "rgcn"}])])
+@pytest.mark.parametrize(
+    ("make", "models"),
+    [(plain_graph, MODELS), (typed_graph, [{"name": "rgcn"}, {"name": "hetero-sage"}, {"name": "hgt"}])],
+)
 @pytest.mark.parametrize("keep", [False, True])
 def test_sent_bytes_are_predicted_exactly(
     pool: RankPool, tmp_path: Path, make: Any, models: list[Any], keep: bool

@@ -84,11 +84,16 @@ def with_features(graph: Graph) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("cache", [False, True, None])
-def test_all_neighbours_equal_the_whole_graph_on_several_node_types(hetero: Graph, cache: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [(False, "rgcn"), (True, "rgcn"), (None, "rgcn"), (None, "hetero-gat"), (False, "hetero-sage"), (None, "hgt")],
+)
+def test_all_neighbours_equal_the_whole_graph_on_several_node_types(
+    hetero: Graph, cache: bool | None, name: str
+) -> None:
     graph = hetero if cache is None else with_features(hetero)  # learnt rows cannot be cached
     options: dict[str, Any] = {} if cache is None else {"cache_inputs": cache}
-    model = {"name": "rgcn", "layers": 2, "hidden": 8, "bases": 2}
+    model = {"name": name, "layers": 2, "hidden": 8, "bases": 2}
     full_batch, losses = fit(graph, run_settings(model, {"batch": 50, "cache_inputs": False}))
     sampled, sampled_losses = fit(graph, run_settings(model, {"batch": 50, "fanouts": [-1, -1], **options}))
     torch.testing.assert_close(torch.tensor(sampled_losses), torch.tensor(losses), rtol=1e-9, atol=0)

@@ -10,11 +10,39 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gnnfleet.nn.config import GAT, GCN, GCN2, GIN, RGCN, SAGE, TGAT, TGN, GATv2, ModelConfig, ResPlus
+from gnnfleet.nn.config import (
+    GAT,
+    GCN,
+    GCN2,
+    GIN,
+    HGT,
+    RGCN,
+    SAGE,
+    TGAT,
+    TGN,
+    GATv2,
+    HeteroGAT,
+    HeteroGATv2,
+    HeteroGIN,
+    HeteroSAGE,
+    ModelConfig,
+    ResPlus,
+)
 
 if TYPE_CHECKING:
     from gnnfleet.nn.base import Model
-    from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv
+    from gnnfleet.nn.conv import (
+        GATConv,
+        GATv2Conv,
+        GCN2Conv,
+        GCNConv,
+        GENConv,
+        GINConv,
+        HeteroConv,
+        HGTConv,
+        ResPlusBlock,
+        RGCNConv,
+    )
     from gnnfleet.nn.conv.sage import SAGEConv
     from gnnfleet.nn.embedding import NodeEmbedding
     from gnnfleet.nn.heads import NodeHead
@@ -25,15 +53,16 @@ if TYPE_CHECKING:
     from gnnfleet.nn.norm import BatchNorm, LayerNorm
 
 __all__ = [
-    "GAT", "GCN", "GCN2", "GIN", "GNN", "MLP", "RGCN", "SAGE", "TGAT", "TGN", "BatchNorm", "GATConv", "GATv2",
-    "GATv2Conv", "GCN2Conv", "GCNConv", "GENConv", "GINConv", "LayerNorm", "MetricState", "Model", "ModelConfig",
-    "NodeEmbedding", "NodeHead", "RGCNConv", "ResPlus", "ResPlusBlock", "SAGEConv", "build_model", "load_model",
-    "load_pyg_state", "roc_auc", "save_model", "to_pyg", "to_pyg_state",
+    "GAT", "GCN", "GCN2", "GIN", "GNN", "HGT", "MLP", "RGCN", "SAGE", "TGAT", "TGN", "BatchNorm", "GATConv", "GATv2",
+    "GATv2Conv", "GCN2Conv", "GCNConv", "GENConv", "GINConv", "HGTConv", "HeteroConv", "HeteroGAT", "HeteroGATv2",
+    "HeteroGIN", "HeteroSAGE", "LayerNorm", "MetricState", "Model", "ModelConfig", "NodeEmbedding", "NodeHead",
+    "RGCNConv", "ResPlus", "ResPlusBlock", "SAGEConv", "build_model", "load_model", "load_pyg_state", "roc_auc",
+    "save_model", "to_pyg", "to_pyg_state",
 ]  # fmt: skip
 
 _MODULES = {
     "base": "Model",
-    "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv ResPlusBlock RGCNConv SAGEConv",
+    "conv": "GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv HGTConv HeteroConv ResPlusBlock RGCNConv SAGEConv",
     "embedding": "NodeEmbedding",
     "heads": "NodeHead",
     "interop": "load_model load_pyg_state save_model to_pyg to_pyg_state",

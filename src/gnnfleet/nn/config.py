@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gnnfleet.errors import ConfigError, suggest
 
-MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
+HETERO_MODELS = ("hetero-sage", "hetero-gat", "hetero-gatv2", "hetero-gin", "hgt")
+"""Models with a linear map by node type before the first layer and after the last; rgcn takes several types, too."""
+
+MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", *HETERO_MODELS, "gcn2", "res+")
 TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
 """Models for event streams."""
 
@@ -34,19 +37,25 @@ class ModelConfig(BaseModel):
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
     input_dropout: float = Field(0.0, ge=0, lt=1, description="on the input features")
     input_norm: Literal["none", "sum"] = Field("none", description="sum: each node's features sum to 1 in magnitude")
-    attention_dropout: float | None = Field(None, ge=0, lt=1, description="gat, gatv2: on attention; default: dropout")
+    attention_dropout: float | None = Field(
+        None, ge=0, lt=1, description="gat, gatv2, also as hetero-…, hgt: on attention; default: dropout, hgt: 0"
+    )
     norm: Literal["none", "layer", "batch"] = Field("none", description="between a layer and its activation")
     act: Literal["relu", "elu"] = Field("relu", description="activation of the hidden layers")
     embedding: int = Field(0, ge=0, description="width of learnable node embeddings beside the features; 0 = none")
-    aggr: Literal["mean", "max", "pool"] = Field("mean", description="sage: how neighbours are combined")
-    heads: int = Field(4, ge=1, description="gat, gatv2, tgn, tgat: attention heads")
+    aggr: Literal["mean", "max", "pool"] = Field(
+        "mean", description="sage, hetero-sage (without pool): how neighbours are combined"
+    )
+    heads: int = Field(4, ge=1, description="gat, gatv2, also as hetero-…, hgt, tgn, tgat: attention heads")
     out_heads: int | None = Field(
         None, ge=1, description="gat, gatv2: heads of the last layer, averaged; default: heads"
     )
-    residual: bool = Field(False, description="gcn, gat, gatv2: add a linear map of the destination row")
+    residual: bool = Field(
+        False, description="gcn, gat, gatv2: add a linear map of the destination row; hetero-…, hgt: add the row"
+    )
     edge_features: bool = Field(True, description="gat, gatv2, temporal: use edge features if there are any")
     edge_weight: bool = Field(True, description="gcn, gcn2: use edge weights if there are any")
-    train_eps: bool = Field(False, description="gin: learn eps, the weight of the destination row")
+    train_eps: bool = Field(False, description="gin, hetero-gin: learn eps, the weight of the destination row")
     bases: int = Field(0, ge=0, description="rgcn: basis matrices shared by all edge types; 0 = one matrix per type")
     alpha: float = Field(0.1, ge=0, le=1, description="gcn2: share of the first layer's rows")
     theta: float = Field(0.5, gt=0, description="gcn2: how fast weight matrices approach the identity with depth")
@@ -83,6 +92,11 @@ class ModelConfig(BaseModel):
         return self.name.startswith(LIVE)
 
     @property
+    def is_relational(self) -> bool:
+        """True for models of several node or edge types."""
+        return self.name in ("rgcn", *HETERO_MODELS)
+
+    @property
     def is_temporal(self) -> bool:
         return self.name in TEMPORAL_MODELS
 
@@ -113,8 +127,11 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         concatenates_heads = (self.name in ("gat", "gatv2") and self.layers > 1) or self.name in ("tgn", "tgat")
+        concatenates_heads |= self.name in ("hetero-gat", "hetero-gatv2", "hgt")
         if concatenates_heads and self.hidden % self.heads:
             raise ConfigError(f"hidden must be a multiple of heads, found {self.hidden} and {self.heads}")
+        if self.name == "hetero-sage" and self.aggr == "pool":
+            raise ConfigError("hetero-sage aggregates by mean or max, found pool: set model.aggr")
         if self.settings and self.file is None:
             raise ConfigError(f"model.settings is only for custom models (file.py:factory); {self.name} has none")
         return self
@@ -148,6 +165,11 @@ GAT = _constructor("gat", "Graph attention network.")
 GATv2 = _constructor("gatv2", "Graph attention network with dynamic attention.")
 GIN = _constructor("gin", "Graph isomorphism network.")
 RGCN = _constructor("rgcn", "Relational graph convolutional network, for several node or edge types.")
+HeteroSAGE = _constructor("hetero-sage", "GraphSAGE with weights by relation, for several node or edge types.")
+HeteroGAT = _constructor("hetero-gat", "GAT with weights and a softmax by relation, for several node or edge types.")
+HeteroGATv2 = _constructor("hetero-gatv2", "GATv2 with weights and a softmax by relation.")
+HeteroGIN = _constructor("hetero-gin", "GIN with weights by relation, for several node or edge types.")
+HGT = _constructor("hgt", "Heterogeneous graph transformer: one softmax over all relations into a node.")
 GCN2 = _constructor("gcn2", "GCNII: deep GCN with initial residual and identity mapping.")
 ResPlus = _constructor("res+", "DeeperGCN: pre-activation residual blocks with softmax aggregation.")
 TGN = _constructor("tgn", "TGN: a memory per node, and attention over its latest events.", **TEMPORAL_DEFAULTS)

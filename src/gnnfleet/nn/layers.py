@@ -11,8 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.conv import GATConv, GATv2Conv, GCN2Conv, GCNConv, GENConv, GINConv, ResPlusBlock, RGCNConv, SAGEConv
+from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
+from gnnfleet.nn.conv import (
+    GATConv,
+    GATv2Conv,
+    GCN2Conv,
+    GCNConv,
+    GENConv,
+    GINConv,
+    HeteroConv,
+    HGTConv,
+    ResPlusBlock,
+    RGCNConv,
+    SAGEConv,
+)
 from gnnfleet.nn.linear import MLP
 from gnnfleet.nn.norm import make_norm
 
@@ -23,9 +35,21 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def make_layers(
-    config: ModelConfig, width: int, out: int, *, edge_types: Sequence[EdgeType], edge_dim: int | None
+    config: ModelConfig,
+    width: int,
+    out: int,
+    *,
+    node_types: Sequence[str],
+    edge_types: Sequence[EdgeType],
+    target: str | None,
+    edge_dim: int | None,
 ) -> tuple[torch.nn.ModuleList, torch.nn.ModuleList]:
-    """Return (one conv per layer, the input and output linear maps of gcn2 and res+; none for other models)."""
+    """Return (one conv per layer, linear maps of gcn2 and res+ before and after, of ``HETERO_MODELS`` after them)."""
+    if config.name in HETERO_MODELS:
+        lins = [torch.nn.Linear(config.hidden, out)]
+        layers = [_hetero(config, node_types, edge_types, None) for _ in range(config.layers - 1)]
+        layers.append(_hetero(config, node_types, edge_types, target))
+        return torch.nn.ModuleList(layers), torch.nn.ModuleList(lins)
     if config.name in ("gcn2", "res+"):
         lins = [torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)]
         make_layer = _gcn2 if config.name == "gcn2" else _block
@@ -45,12 +69,13 @@ def make_layers(
 
 
 def _plain(config: ModelConfig, width: int, out: int) -> torch.nn.Module:
-    if config.name == "gcn":
+    name = config.name.removeprefix("hetero-")
+    if name == "gcn":
         return GCNConv(width, out, residual=config.residual)
-    if config.name == "gin":
+    if name == "gin":
         mlp = MLP([width, out, out], act=activation(config.act), norm=config.norm)
         return GINConv(mlp, train_eps=config.train_eps)
-    assert config.name == "sage"
+    assert name == "sage"
     pool = config.aggr == "pool"
     return SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool)
 
@@ -69,6 +94,32 @@ def _attention(config: ModelConfig, width: int, out: int, *, last: bool, edge_di
         edge_dim=edge_dim,
         residual=config.residual,
     )
+
+
+def _hetero(
+    config: ModelConfig, node_types: Sequence[str], edge_types: Sequence[EdgeType], target: str | None
+) -> torch.nn.Module:
+    """A layer of a heterogeneous model, with parameters for the relations into ``target`` only if there is one.
+
+    Each destination has a term of its own row: that of the conv, of the skip of HGT, or a root.
+    """
+    kinds = [kind for kind in edge_types if target in (None, kind.dst)]
+    hidden, heads, dropout = config.hidden, config.heads, config.attention_dropout
+    if config.name == "hgt":
+        types = [kind for kind in node_types if any(kind in (edge.src, edge.dst) for edge in kinds)]
+        return HGTConv(hidden, hidden, (types, kinds), heads, dropout=dropout or 0.0)
+    is_attention = config.name in ("hetero-gat", "hetero-gatv2")
+    convs: dict[EdgeType, torch.nn.Module] = {}
+    for kind in kinds:
+        if is_attention:
+            conv_class = GATConv if config.name == "hetero-gat" else GATv2Conv
+            rate = config.dropout if dropout is None else dropout
+            convs[kind] = conv_class(hidden, hidden // heads, heads, dropout=rate, add_self_loops=False)
+        else:
+            convs[kind] = _plain(config, hidden, hidden)
+    reached = () if is_attention else {kind.dst for kind in kinds}
+    rooted = [kind for kind in node_types if target in (None, kind) and kind not in reached]
+    return HeteroConv(convs, roots={kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in rooted})
 
 
 def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:

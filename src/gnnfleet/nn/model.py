@@ -1,8 +1,9 @@
-"""GNN: the models sage, gcn, gat, gatv2, gin, rgcn, gcn2 and res+ as one ordered list of layers.
+"""GNN: all built-in models of static graphs as one ordered list of layers.
 
-A hidden layer is conv → norm → activation → dropout, the last is the conv alone, as in PyG's BasicGNN. gcn2 and res+
-have a linear map before the first conv and after the last, inside the first and the last layer. Dropout is drawn from
-the view's key. Dropout and batch statistics apply if both the model and the view are in training mode.
+A hidden layer is conv → norm → activation → dropout, the last is the conv alone, as in PyG's BasicGNN. gcn2, res+ and
+the heterogeneous models have a linear map before the first conv and after the last, inside the first and last layer.
+Dropout is drawn from the view's key. Dropout and batch statistics apply if both the model and the view are in training
+mode.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.base import Aggregate, Features, Model, RowsByType
-from gnnfleet.nn.config import ModelConfig
-from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock, RGCNConv
+from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
+from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
 from gnnfleet.nn.norm import make_norm
@@ -37,8 +38,8 @@ class GNN(Model):
     """Model on node rows, [N_src, in] → [N_dst, out]; the convs name their papers.
 
     ``in_channels`` is the width of the features, by node type if there are several. Nodes of width 0 get learnable
-    embeddings, ``num_nodes`` of each type. ``edge_types`` orders the relations of rgcn; ``target`` is the node type of
-    the output, None for all. ``edge_dim`` is the width of edge features. With ``owned_ids`` the embedding tables hold
+    embeddings, ``num_nodes`` of each type. ``edge_types`` orders the relations; ``target`` is the node type of the
+    output, None for all. ``edge_dim`` is the width of edge features. With ``owned_ids`` the embedding tables hold
     the rows of these nodes only, by type. Raises ConfigError.
     """
 
@@ -55,11 +56,13 @@ class GNN(Model):
         owned_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
+        if isinstance(in_channels, int) and config.name in HETERO_MODELS and edge_types:
+            in_channels = {edge_types[0].src: in_channels}
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
         self.num_nodes, self.edge_dim = num_nodes, edge_dim
         self.edge_types = tuple(edge_types or ())
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
-        self.hetero = len(widths) > 1
+        self.hetero = len(widths) > 1 or config.name in HETERO_MODELS
         self._check(widths, target)
         self.target = target
         self.embeddings = torch.nn.ModuleDict()
@@ -72,16 +75,18 @@ class GNN(Model):
                 self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
-        self.convs, self.lins = make_layers(config, first, out_channels, edge_types=self.edge_types, edge_dim=edge_dim)
+        types = {"node_types": kinds, "edge_types": self.edge_types, "target": target}
+        self.convs, self.lins = make_layers(config, first, out_channels, **types, edge_dim=edge_dim)  # type: ignore[arg-type]
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
         name = self.config.name
-        if name != "rgcn" and (self.hetero or len(self.edge_types) > 1):
+        if not self.config.is_relational and (self.hetero or len(self.edge_types) > 1):
             counts = f"{len(widths)} node types and {len(self.edge_types)} edge types"
-            raise ConfigError(f"{name} needs one node type and one edge type, found {counts}: use the model rgcn")
-        if name == "rgcn" and not self.edge_types:
-            raise ConfigError("rgcn needs the edge types: give edge_types, or use build_model")
+            models = ", ".join(("rgcn", *HETERO_MODELS))
+            raise ConfigError(f"{name} needs one node type and one edge type, found {counts}: use one of {models}")
+        if self.config.is_relational and not self.edge_types:
+            raise ConfigError(f"{name} needs the edge types: give edge_types, or use build_model")
         if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
@@ -105,13 +110,17 @@ class GNN(Model):
 
     def _make_norm(self, index: int, kinds: Sequence[str]) -> torch.nn.Module:
         name, hidden = self.config.name, self.config.hidden
-        last = index == self.num_layers - 1 and name != "gcn2"
+        last = index == self.num_layers - 1 and name not in ("gcn2", *HETERO_MODELS)
         if name == "res+" or last or self.config.norm == "none":  # blocks of res+ contain their norms
             return torch.nn.Identity()
         if not kinds:
             return make_norm(self.config.norm, hidden) or torch.nn.Identity()
         return torch.nn.ModuleDict(
-            {_key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity() for kind in kinds}
+            {
+                _key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity()
+                for kind in kinds
+                if index < self.num_layers - 1 or self.target in (None, kind)
+            }
         )
 
     @property
@@ -150,7 +159,6 @@ class GNN(Model):
         rows = product if product is not None else self._input_rows(view, x) if layer_index == 0 else x
         assert rows is not None
         if self.hetero:
-            assert isinstance(rows, Mapping)
             return self._hetero_layer(layer_index, view, rows, aggregated), None
         assert isinstance(rows, Tensor)
         if self.config.name == "res+":
@@ -210,24 +218,25 @@ class GNN(Model):
         return out
 
     def _hetero_layer(
-        self, index: int, view: GraphView, x: Mapping[str, Tensor], aggregated: Aggregate | None
+        self, index: int, view: GraphView, x: Tensor | Mapping[str, Tensor], aggregated: Aggregate | None
     ) -> RowsByType:
         conv, last = self.convs[index], index == self.num_layers - 1
-        assert isinstance(conv, RGCNConv)
+        rows_by_type = {self.node_types[0]: x} if isinstance(x, Tensor) else x
+        options: dict[str, Any] = {"only": self.target if last else None}
         if aggregated is not None:
             assert isinstance(aggregated, Mapping)
-            aggregated = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
-        out = conv(view, x, only=self.target if last else None, aggregated=aggregated)
-        if last and self.target is None:
-            return dict(out)
-        if last:
-            assert self.target is not None
-            logits: Tensor = out[self.target]
-            return logits
-        return {
-            kind: self._after(index, view.for_type(kind), rows, kind=kind, mask_id=_AFTER + _MASK_STRIDE * number)
-            for number, (kind, rows) in enumerate(out.items())
-        }
+            options["aggregated"] = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
+        out: dict[str, Tensor] = dict(conv(view, rows_by_type, **options))
+        if not last or self.lins:
+            for kind, rows in out.items():
+                mask_id = _AFTER + _MASK_STRIDE * self.node_types.index(kind)
+                out[kind] = self._after(index, view.for_type(kind), rows, kind=kind, mask_id=mask_id)
+                if self.config.residual and self.config.name != "rgcn":
+                    out[kind] = out[kind] + first_rows(rows_by_type[kind], len(rows))
+        if last and self.lins:
+            out = {kind: self.lins[0](rows) for kind, rows in out.items()}
+        only = self.target if last else self.node_types[0] if len(self.node_types) == 1 else None
+        return out if only is None else out[only]
 
     def _after(
         self, index: int, view: GraphView, x: Tensor, *, kind: str | None = None, mask_id: int = _AFTER
@@ -244,12 +253,15 @@ class GNN(Model):
             if isinstance(x, Mapping):
                 x = next(iter(x.values()), None)
             return self._input(view, x, next(iter(self.embeddings), ""), _INPUT)
-        assert x is None or isinstance(x, Mapping), "features of several node types come by type"
+        x = {self.node_types[0]: x} if isinstance(x, Tensor) else x or {}
         out = {}
         for index, kind in enumerate(self.node_types):
-            features = None if x is None else x.get(kind)
-            rows = self._input(view.for_type(kind), features, _key(kind), _INPUT + _MASK_STRIDE * index)
-            out[kind] = self.projections[_key(kind)](rows)
+            of_type = view.for_type(kind)
+            rows = self._input(of_type, x.get(kind), _key(kind), _INPUT + _MASK_STRIDE * index)
+            rows = self.projections[_key(kind)](rows)
+            if self.lins:
+                rows = self._drop(of_type, self.act(rows), _BEFORE + _MASK_STRIDE * index)
+            out[kind] = rows
         return out
 
     @property
@@ -351,7 +363,7 @@ def build_model(
     attr = next(iter(graph.edges.values())).attr if len(graph.edges) == 1 else None
     return GNN(
         config,
-        widths if len(widths) > 1 else next(iter(widths.values())),
+        widths if len(widths) > 1 or config.name in HETERO_MODELS else next(iter(widths.values())),
         out_channels,
         edge_types=tuple(graph.edges),
         num_nodes=counts,

@@ -66,7 +66,7 @@ def _message_graph(graph: Graph, config: RunConfig) -> Graph:
         raise ConfigError("the graph has no held-out links: pass --split 0.8/0.1/0.1")
     reverse = config.link.reverse
     if reverse == "auto":
-        reverse = "inverse" if config.model.name == "rgcn" and len(graph.edges) > 1 else "none"
+        reverse = "inverse" if config.model.is_relational and len(graph.edges) > 1 else "none"
     return add_inverse_edges(graph) if reverse == "inverse" else graph
 
 

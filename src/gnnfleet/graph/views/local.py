@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.views.edge_list import EdgeList
-from gnnfleet.graph.views.merged_relations import LazyMergedRelations
+from gnnfleet.graph.views.merged_relations import LazyMergedRelations, MergedRelations, StackedEdges
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
 from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, ViewBase, last_loops_of
@@ -162,7 +162,8 @@ class LocalView(ViewBase[LocalEdges]):
             (node_type,) = self.nodes
             sums_by_type = self.aggregate_relations({node_type: x}, reduce=reduce).values()
             return torch.stack([total * coefficient[i] for i, total in enumerate(sums_by_type)]).sum(0)
-        merged = self.merged.get(self.relations, [relation.structure for relation in self.relations.values()])
+        structures = [relation.structure for relation in self.relations.values()]
+        merged: MergedRelations = self.merged.get(self.relations, None, lambda: MergedRelations.of(structures))
         return merged.combine(x, coefficient, reduce=reduce)
 
     def attend(
@@ -196,6 +197,16 @@ class LocalView(ViewBase[LocalEdges]):
             edge_ids=ids,
             **options,
         )
+
+    def _attend_stacked(
+        self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int], value: Tensor, **inputs: Any
+    ) -> Tensor:
+        def stack() -> StackedEdges:
+            edges = {kind: (self.relations[kind].structure, self.relations[kind].edge_ids) for kind in kinds}
+            return StackedEdges.of(edges, num_dst, [self.edge_types.index(kind) for kind in kinds])
+
+        edges: StackedEdges = self.merged.get(self.relations, (kinds, tuple(num_dst)), stack)
+        return attend(edges.structure, value, edge_ids=edges.edge_ids if inputs["dropout"] else None, **inputs)
 
     def propagate(
         self, message: Message, *, dst: Mapping[str, Tensor] | None = None, reduce: str = "sum", **inputs: Any

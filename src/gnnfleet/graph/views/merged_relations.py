@@ -1,13 +1,15 @@
-"""All edge types within one node type merged to one edge list, for models with many relations.
+"""Several edge types as one edge list.
 
-Aggregating hundreds of relations one by one needs an output for each. Merged, a relation is a coefficient of its edges.
+Aggregating hundreds of relations within one node type one by one needs an output for each. Merged, a relation is a
+coefficient of its edges. Attention over relations stacks the rows of their ends instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,14 +56,51 @@ class MergedRelations:
         return aggregate(self.structure, x, weight=weight)
 
 
+@dataclass(frozen=True, eq=False)
+class StackedEdges:
+    """Edges of some types: sources are stacked by edge type, destinations by the keys of ``num_dst``.
+
+    A key is an edge type, or a node type whose rows are the destinations of all edge types into it.
+    """
+
+    structure: CSR
+    edge_ids: Tensor  # [E] int64: distinct over edge types, for draws
+
+    @classmethod
+    def of(
+        cls, relations: Mapping[EdgeType, tuple[CSR, Tensor]], num_dst: Mapping[Any, int], numbers: Sequence[int]
+    ) -> StackedEdges:
+        """``relations`` has the edges of each type with their ids, ``numbers`` its number among all edge types."""
+        starts = stack_starts(relations, num_dst)
+        rows = torch.cat([edges.row + starts[kind] for kind, (edges, _) in relations.items()])
+        shifts = accumulate([0, *(edges.num_cols for edges, _ in relations.values())])
+        cols = torch.cat([edges.col + shift for (edges, _), shift in zip(relations.values(), shifts, strict=False)])
+        ids = [ids + number * RELATION_IDS for (_, ids), number in zip(relations.values(), numbers, strict=True)]
+        indptr, order = csr.counting_sort(rows, sum(num_dst.values()))
+        num_cols = sum(edges.num_cols for edges, _ in relations.values())
+        return cls(CSR(indptr, cols[order], num_cols), torch.cat(ids)[order])
+
+
+RELATION_IDS = 1 << 50
+"""Edges of stacked types are drawn for by their store edge id plus a multiple of this."""
+
+
+def stack_starts(kinds: Iterable[EdgeType], num_dst: Mapping[Any, int]) -> dict[EdgeType, int]:
+    """The first stacked row of the destinations of each edge type."""
+    starts = dict(zip(num_dst, accumulate([0, *num_dst.values()]), strict=False))
+    return {kind: starts[kind if kind in starts else kind.dst] for kind in kinds}
+
+
 class LazyMergedRelations:
-    """Merges the edge types of a view at the first use; shared by the views that share their edges."""
+    """Merges edge types of a view at the first use; shared by the views that share their edges."""
 
     def __init__(self) -> None:
         self._relations: Mapping[EdgeType, object] | None = None
-        self._merged: MergedRelations | None = None
+        self._merged: dict[Hashable, Any] = {}
 
-    def get(self, relations: Mapping[EdgeType, object], structures: list[CSR]) -> MergedRelations:
-        if self._merged is None or self._relations is not relations:
-            self._relations, self._merged = relations, MergedRelations.of(structures)
-        return self._merged
+    def get(self, relations: Mapping[EdgeType, object], key: Hashable, make: Callable[[], Any]) -> Any:
+        if self._relations is not relations:
+            self._relations, self._merged = relations, {}
+        if key not in self._merged:
+            self._merged[key] = make()
+        return self._merged[key]

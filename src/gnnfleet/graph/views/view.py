@@ -10,7 +10,7 @@ N_src source rows, N_dst destination rows, E edges, F features, H heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.ops.message import Message
+
+K = TypeVar("K", EdgeType, str)
 
 
 class GraphView(Protocol):
@@ -109,6 +111,25 @@ class GraphView(Protocol):
         self_loops: bool = False,
     ) -> Tensor:
         """Edge-softmax attention; see ``ops.attend``. The edge term of a self-loop is the mean over its row."""
+
+    def attend_relations(
+        self,
+        value: Mapping[EdgeType, Tensor],
+        *,
+        src: Mapping[EdgeType, Tensor],
+        dst: Mapping[K, Tensor],
+        heads: int,
+        score: str = "add",
+        vector: Tensor | None = None,
+        slope: float = 0.2,
+        dropout: float = 0.0,
+        mask_id: int = 0,
+    ) -> dict[K, Tensor]:
+        """Attention over several edge types in one exchange; rows are [N, ·], results [N_dst, H·C].
+
+        With ``dst`` by edge type, each has a softmax of its own. With ``dst`` by node type, a softmax runs over all
+        edges of these types into a node.
+        """
 
     def propagate(
         self,

@@ -119,7 +119,8 @@ class ViewBase(Generic[EdgeStorage]):
     @property
     def _edge_type(self) -> EdgeType:
         if len(self.relations) != 1:
-            raise ConfigError(f"this layer works on one edge type; the graph has {len(self.relations)}: use rgcn")
+            count = len(self.relations)
+            raise ConfigError(f"this layer works on one edge type; the graph has {count}: use rgcn or a hetero- model")
         return next(iter(self.relations))
 
     @property
@@ -158,6 +159,40 @@ class ViewBase(Generic[EdgeStorage]):
             return self._rows.degree(LOOPS)
         rows, positions = self._edges.last_loops
         return weight.new_full((self.num_src,), torch.nan).index_put((rows,), weight[positions])
+
+    def attend_relations(
+        self,
+        value: Mapping[EdgeType, Tensor],
+        *,
+        src: Mapping[EdgeType, Tensor],
+        dst: Mapping[Any, Tensor],
+        score: str = "add",
+        slope: float = 0.2,
+        dropout: float = 0.0,
+        mask_id: int = 0,
+        **options: Any,
+    ) -> dict[Any, Tensor]:
+        num_dst = {key: self.nodes[key if isinstance(key, str) else key.dst].num_dst for key in dst}
+        values = torch.cat(list(value.values()))
+        out = self._attend_stacked(
+            tuple(value),
+            num_dst,
+            values,
+            src=values if src is value else torch.cat(list(src.values())),
+            dst=torch.cat([rows[: num_dst[key]] for key, rows in dst.items()]),
+            score=score,
+            slope=slope,
+            dropout=dropout if self.training else 0.0,
+            draws=self.key.draws(Purpose.ATTENTION, self.layer, relation=mask_id),
+            **options,
+        )
+        return dict(zip(dst, torch.split(out, list(num_dst.values())), strict=True))
+
+    def _attend_stacked(
+        self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int], value: Tensor, **inputs: Any
+    ) -> Tensor:
+        """Attention over the edges of ``kinds``: source rows are stacked by edge type, destinations by ``num_dst``."""
+        raise NotImplementedError
 
     def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
         if not self.training or not p:

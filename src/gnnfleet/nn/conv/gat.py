@@ -74,11 +74,24 @@ class AttentionConv(torch.nn.Module):
             self_loops=self.add_self_loops,
             **terms,
         )
+        return self.finish(out, x, rows=view.num_dst, relu=relu)
+
+    def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(value, src, dst) of ``view.attend`` for sources and destinations of different types."""
+        raise NotImplementedError
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """Options of ``view.attend`` that choose the score."""
+        return {}
+
+    def finish(self, out: Tensor, x: Tensor, *, rows: int, relu: bool = False) -> Tensor:
+        """Average heads, add the residual of the first ``rows`` rows of x, and the bias."""
         fresh = not self.concat  # otherwise it is saved for backward and must not be written to
         if not self.concat:
             out = out.view(out.shape[0], self.heads, self.out_channels).mean(1)
         if self.res is not None:
-            residual = sum_linear([(x, self.res.weight)], rows=view.num_dst)
+            residual = sum_linear([(x, self.res.weight)], rows=rows)
             out, fresh = (out + residual if residual.dtype != out.dtype else residual.add_(out)), True
         return bias_relu(out, self.bias, relu=relu, fresh=fresh)
 
@@ -111,6 +124,12 @@ class GATConv(AttentionConv):
         src, dst = to_float32(scores).chunk(2, 1)
         edge = self._edge_term(self._edge_rows(edge_attr, src.dtype))
         return self._attend(view, value, x, relu=relu, src=src, dst=first_rows(dst, view.num_dst), edge=edge)
+
+    def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            fold_src, fold_dst = (self._spread() @ self.lin.weight).chunk(2)
+        value, src = multi_linear(x_src, [self.lin.weight, fold_src])
+        return value, to_float32(src), to_float32(sum_linear([(x_dst, fold_dst)]))
 
     def _spread(self) -> Tensor:
         """[2H, H·C] block-diagonal att_src, then att_dst.
@@ -171,5 +190,12 @@ class GATv2Conv(AttentionConv):
             dst = to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
         attr = self._edge_rows(edge_attr, src.dtype)
         edge = None if attr is None or self.lin_edge is None else to_float32(self.lin_edge(attr))
-        terms = {"score": "v2", "vector": self.att[0], "src": src, "dst": dst, "edge": edge}
-        return self._attend(view, left, x, relu=relu, **terms)
+        return self._attend(view, left, x, relu=relu, src=src, dst=dst, edge=edge, **self.score_options)
+
+    def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = apply_linear(self.lin_l, x_src)
+        return value, to_float32(value), to_float32(apply_linear(self.lin_r, x_dst))
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        return {"score": "v2", "vector": self.att[0]}

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.edge_list import EdgeList
+from gnnfleet.graph.views.merged_relations import RELATION_IDS
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import mean_over_nodes
 from gnnfleet.nn.pyg.source_index import FetchCache, SourceIndex, plain
 
-# Edges of joined relations are drawn for by their store edge id plus a multiple of this.
-_RELATION_IDS = 1 << 50
 _MOVES_ROWS = {
     "index_select", "gather", "take", "take_along_dim", "flip", "roll", "sort", "argsort", "topk", "permute",
     "transpose", "movedim", "t", "__get__", "masked_select", "repeat_interleave",
@@ -72,7 +71,7 @@ def joined_edge_list(view: GraphView) -> tuple[EdgeList, Tensor]:
         return None if any(value is None for value in values) else torch.cat(values)
 
     numbers = torch.cat([torch.full_like(edges.edge_ids, number) for number, edges in enumerate(lists)])
-    ids = join("edge_ids") + numbers * _RELATION_IDS
+    ids = join("edge_ids") + numbers * RELATION_IDS
     if lists[0].sampling_scale is not None:
         raise ConfigError(
             "a module with edge_type reads all neighbours: set strategy.fanouts to −1, or use sar or pipe"
@@ -140,7 +139,7 @@ def _join_relations(view: GraphView) -> Callable[..., tuple[SourceIndex, Tensor]
         for number, kind in enumerate(src_offsets):
             shift = torch.tensor([[sum(num_fetched[:number])], [dst_offsets[kind[-1]]]])
             ends.append(plain(indices[kind]) + shift)
-            ids.append(indices[kind].edge_ids + number * _RELATION_IDS)
+            ids.append(indices[kind].edge_ids + number * RELATION_IDS)
             attr.append(edge_attr_dict["__".join(kind)].expand(len(ids[-1]), -1))
 
         def exchange(name: str, sizes: list[int], x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class PygModule(Model):
             raise ConfigError(
                 f"{name} takes one node type and one edge type: this graph has {len(graph.nodes)} and "
                 f"{len(graph.edges)}. Use torch_geometric.nn.to_hetero(module, graph.metadata()), a module that takes "
-                "x_dict and edge_index_dict, or the model rgcn"
+                "x_dict and edge_index_dict, or a model such as rgcn or hgt"
             )
         missing = [kind for kind, nodes in graph.nodes.items() if nodes.x is None or not nodes.x.shape[1]]
         if missing:

@@ -24,14 +24,15 @@ from gnnfleet.sharded.full_batch.partition_blocks import EdgeBlock
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The edges attended over, and the exchange of their rows."""
+    """The edges attended over, and the exchange of their rows. Several tables of sources are stacked in the inputs."""
 
     ring: RowExchange
     spec: AttentionSpec
     blocks: tuple[EdgeBlock, ...]
-    plans: ExchangePlan
-    out_blocks: tuple[EdgeBlock, ...]
-    out_plans: ExchangePlan
+    plans: tuple[ExchangePlan, ...]  # of each table of sources
+    sizes: tuple[int, ...]  # rows of each table
+    out_blocks: tuple[EdgeBlock, ...] = ()  # without them, backward goes by destination
+    out_plan: ExchangePlan | None = None
     keep_fetched: bool = False  # cache rows that backward needs instead of fetching them again
 
     def dropout_ids(self, block: EdgeBlock) -> Tensor | None:
@@ -111,19 +112,21 @@ class _LocalInputs:
     @property
     def is_by_source(self) -> bool:
         """True if backward can go by source, and that sends less than sources and their gradients."""
-        spec = self.call.spec
-        return spec.score == "add" and self.edge is None and 3 * spec.heads <= self.value.shape[1]
+        spec, is_reversible = self.call.spec, self.call.out_plan is not None
+        return is_reversible and spec.score == "add" and self.edge is None and 3 * spec.heads <= self.value.shape[1]
 
     def row_tables(self) -> list[RowTable]:
+        plans, sizes = self.call.plans, list(self.call.sizes)
         tensors = [self.value] if self.src is None else [self.value, self.src]
-        return [RowTable(self.call.plans, tensor.detach().contiguous()) for tensor in tensors]
+        parts = [zip(plans, torch.split(tensor.detach().contiguous(), sizes), strict=True) for tensor in tensors]
+        return [RowTable(plan, rows) for part in parts for plan, rows in part]
 
     def block_inputs(self, received: list[Tensor], edges: EdgeBlock) -> AttentionInputs:
         """The inputs of a block of in-edges: received sources, and the local rest."""
         edge = None if self.edge is None else self.edge.detach()[edges.edges]
         return AttentionInputs(
-            value=received[0],
-            src=received[-1],
+            value=_stacked(received[: len(self.call.plans)]),
+            src=_stacked(received[-len(self.call.plans) :]),
             dst=self.dst,
             edge=edge,
             vector=self.vector,
@@ -148,7 +151,8 @@ def _by_source(local: _LocalInputs, grad: Tensor, packed: Tensor) -> tuple[Tenso
             attend_blocks.source_gradient(call.spec, inputs, block, grad=dst_grad, side=lse_dee, into=grads[0])
 
     # Of [dst | lse | D] only D is proportional to the gradient.
-    tables = [RowTable(call.out_plans, grad), RowTable(call.out_plans, packed, 2 * heads)]
+    assert call.out_plan is not None
+    tables = [RowTable(call.out_plan, grad), RowTable(call.out_plan, packed, 2 * heads)]
     call.ring.run(tables, on_rows, op="gradients of attend")
     return grads[0]
 
@@ -163,7 +167,8 @@ def _recompute(
     d_vector = None if local.vector is None or not needs_target[2] else torch.zeros_like(local.vector)
     d_dst = torch.zeros_like(local.dst, memory_format=torch.contiguous_format)
     like_src = grad.new_empty(0, call.spec.heads * call.spec.depth)
-    like = [(call.plans, grad)] if is_shared else [(call.plans, grad), (call.plans, like_src)]
+    count = len(call.plans)
+    like = [(plan, tensor) for tensor in ([grad] if is_shared else [grad, like_src]) for plan in call.plans]
 
     def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
         edges = call.blocks[q]
@@ -177,12 +182,18 @@ def _recompute(
         by_source, positions = edges.transposed
         block = AttentionBlock(by_source, positions=positions)
         d_value, d_src = attend_blocks.source_gradient(call.spec, inputs, block, grad=grad, side=side)
-        return [d_value.add_(d_src)] if is_shared else [d_value, d_src]
+        sizes = [len(rows) for rows in received[:count]]
+        grads = [d_value.add_(d_src)] if is_shared else [d_value, d_src]
+        return [part for tensor in grads for part in torch.split(tensor, sizes)]
 
     tables, op = local.row_tables(), "rows of attend, again"
     sums = exchange_grads(call.ring, like if needs_sources else [], tables, on_rows, fetched=fetched, op=op)
-    d_value, d_src = (*sums, None, None)[:2]
+    d_value, d_src = (_stacked(part) if part else None for part in (sums[:count], sums[count:]))
     return _like(d_value, local.value), d_src, d_dst if needs_target[0] else None, d_edge, d_vector
+
+
+def _stacked(tables: list[Tensor]) -> Tensor:
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor | None:

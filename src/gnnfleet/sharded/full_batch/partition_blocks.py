@@ -7,10 +7,10 @@ the other blocks are the same. P partitions, n local rows of a type, R of them w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
+from gnnfleet.graph.views.merged_relations import RELATION_IDS, stack_starts
 from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
 
@@ -240,6 +241,7 @@ class PartitionBlocks:
             self.nodes[kind] = NodeRows(ids, len(ids) if num_dst is None else num_dst[kind], degree)
         self.edges = {kind: RelationBlocks(shard, kind, self.nodes) for kind in shard.edge_types}
         self._plans: dict[tuple[str, str], ExchangePlan] = {}
+        self._stacked: dict[Any, tuple[EdgeBlock, ...]] = {}
 
     def exchange_plan(self, kind: str, direction: str) -> ExchangePlan:
         """Plan of an exchange: of sources of a node type (``in``), or of destinations (``out``)."""
@@ -247,6 +249,12 @@ class PartitionBlocks:
             plan = self.shard.plan(kind, direction)
             self._plans[kind, direction] = ExchangePlan(plan.send, tuple(map(len, plan.recv)))
         return self._plans[kind, direction]
+
+    def stacked(self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int]) -> tuple[EdgeBlock, ...]:
+        """In-edges of some types as one: sources stacked by edge type, destinations by the keys of ``num_dst``."""
+        if (kinds, tuple(num_dst)) not in self._stacked:
+            self._stacked[kinds, tuple(num_dst)] = _stack([self.edges[kind] for kind in kinds], self.edges, num_dst)
+        return self._stacked[kinds, tuple(num_dst)]
 
     @cached_property
     def merged(self) -> MergedEdges:
@@ -303,6 +311,26 @@ class MergedEdges:
         """[E] the weight of each edge; differentiable in the coefficients of the types."""
         weight = coefficient[self.relation]
         return weight * self.mean.to(weight.dtype) if reduce == "mean" else weight
+
+
+def _stack(
+    relations: Sequence[RelationBlocks], all_kinds: Iterable[EdgeType], num_dst: Mapping[Any, int]
+) -> tuple[EdgeBlock, ...]:
+    first_row = stack_starts([edges.kind for edges in relations], num_dst)
+    numbers = {kind: number * RELATION_IDS for number, kind in enumerate(all_kinds)}
+    stacked: list[EdgeBlock] = []
+    for q in range(len(relations[0].in_blocks)):
+        blocks, rows, num_cols = [], [], 0
+        for edges in relations:
+            block = edges.in_blocks[q]
+            structure = CSR(block.structure.indptr, block.structure.col + num_cols, num_cols)
+            rows.append(edge_rows(block) + first_row[edges.kind])
+            blocks.append(replace(block, structure=structure, edge_ids=block.edge_ids + numbers[edges.kind]))
+            num_cols += block.structure.num_cols
+        structure = replace(blocks[0].structure, num_cols=num_cols)
+        blocks[0] = replace(blocks[0], structure=structure, num_rows=sum(num_dst.values()))
+        stacked.append(_join(blocks, torch.cat(rows), stacked[-1].edges.stop if stacked else 0)[0])
+    return tuple(stacked)
 
 
 def _join(blocks: Sequence[EdgeBlock], rows: Tensor, start: int) -> tuple[EdgeBlock, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -145,13 +146,30 @@ class PartitionedView(ViewBase[RelationBlocks]):
             self._exchange(),
             spec,
             edges.blocks(self_loops=self_loops),
-            self.blocks.exchange_plan(edges.kind.src, "in"),
+            (self.blocks.exchange_plan(edges.kind.src, "in"),),
+            (self.num_src,),
             edges.out_blocks_for(self_loops=self_loops),
             self.blocks.exchange_plan(edges.kind.dst, "out"),
-            self.keep_fetched,
+            keep_fetched=self.keep_fetched,
         )
         out = attend(call, flat)
         return out if value.dim() == 2 else out.view(len(out), spec.heads, spec.channels)
+
+    def _attend_stacked(
+        self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int], value: Tensor, **inputs: Any
+    ) -> Tensor:
+        blocks = self.blocks.stacked(kinds, num_dst)
+        plans = tuple(self.blocks.exchange_plan(kind.src, "in") for kind in kinds)
+        sizes = tuple(len(self.nodes[kind.src].node_ids) for kind in kinds)
+        rows = AttentionInputs(
+            value=value, src=inputs.pop("src"), dst=inputs.pop("dst"), vector=inputs.pop("vector", None)
+        )
+        counts = RowCounts(sum(sizes), sum(num_dst.values()), blocks[-1].edges.stop)
+        spec, flat = prepare(rows, counts, **inputs)
+        if rows.src is value:
+            flat = replace(flat, src=flat.value)
+        call = AttentionCall(self._exchange(), spec, blocks, plans, sizes, keep_fetched=self.keep_fetched)
+        return attend(call, flat)
 
     def propagate(
         self,
