@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from gnnfleet.config.schema import RunConfig
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Edges, Graph, Nodes
 from gnnfleet.graph.links import link_data
 from gnnfleet.graph.subgraph import induced_subgraph
-from gnnfleet.nn.base import Model
+from gnnfleet.graph.views.local import LocalView
+from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.nn.embedding import NodeEmbedding, embedding_ids
-from gnnfleet.strategies.job import Job
+from gnnfleet.ops.gather import gather
+from gnnfleet.strategies.job import PRECISIONS, Job
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.config import TmaConfig
@@ -45,8 +48,10 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, nodes: Mapp
     if isinstance(task, LinkTask) and task.config.exclude == "batch" and local.batch_size >= len(task.items("train")):
         # A batch of all edges would leave none for messages.
         local = local.model_copy(update={"batch": max(1, (len(task.items("train")) + 1) // 2)})
+    aggregated = _whole_graph_tables(checked, model, nodes, config) if model.is_precomputed else None
     job = Job(
         graph=subgraph,
+        aggregated=aggregated,
         model=model,
         task=task,
         train=config.train,
@@ -63,6 +68,21 @@ def make_local_training(graph: Graph, config: RunConfig, index: int, nodes: Mapp
         count_items=lambda epoch: len(task.train_items(job.seed, epoch)),
         learning_rate=partial(learning_rate, config.train),
     )
+
+
+def _whole_graph_tables(
+    checked: ValidatedRun, model: Model, nodes: Mapping[str, Tensor], config: RunConfig
+) -> Aggregate | None:
+    """Tables of a model with precomputed hops: over all edges of the store, the rows of the trainer's nodes."""
+    strategy = config.strategy
+    assert isinstance(strategy, TmaConfig)
+    if strategy.remote_negatives:
+        raise ConfigError("nodes of other partitions have no hops on a trainer: leave out strategy.remote_negatives")
+    dtype = PRECISIONS[config.precision]
+    x = {kind: torch.empty(n.count, 0) if n.x is None else n.x.to(dtype) for kind, n in checked.graph.nodes.items()}
+    tables = model.precompute(LocalView.of_graph(checked.graph), x if len(x) > 1 else next(iter(x.values())))
+    assert isinstance(tables, Mapping)
+    return {kind: gather(rows, nodes[kind.dst]) for kind, rows in tables.items()}
 
 
 def make_global_training(graph: Graph, config: RunConfig) -> Strategy:

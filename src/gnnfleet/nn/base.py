@@ -67,6 +67,11 @@ class Model(torch.nn.Module):
         """True if layers cannot run one by one: no sampled blocks, no stages, no evaluation in chunks of rows."""
         return False
 
+    @property
+    def is_precomputed(self) -> bool:
+        """True if all hops are in ``precompute``: a step reads rows of its own nodes only, and needs the tables."""
+        return False
+
     def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """Part of the first layer that no step changes; ``compute`` receives it as ``aggregated``."""
         return None
@@ -170,7 +175,6 @@ class Model(torch.nn.Module):
         key = DrawKey(seed=int(torch.randint(2**31, ())))
         return self.forward(view.with_step(key=key, training=self.training), x)
 
-    @final
     @torch.no_grad()
     def exact(self, view: GraphView, x: Features, *, aggregated: Aggregate | None = None) -> tuple[RowsByType, Any]:
         """Exact (output, input of the last layer) of all rows of a view, as for evaluation."""

@@ -15,7 +15,7 @@ from gnnfleet.errors import ConfigError, suggest
 HETERO_MODELS = ("hetero-sage", "hetero-gat", "hetero-gatv2", "hetero-gin", "hgt")
 """Models with a linear map by node type before the first layer and after the last; rgcn takes several types, too."""
 
-MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", *HETERO_MODELS, "gcn2", "res+")
+MODELS = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", *HETERO_MODELS, "gcn2", "res+", "sign")
 TEMPORAL_MODELS = ("tgn", "tgn-id", "tgat")
 """Models for event streams."""
 
@@ -33,7 +33,7 @@ class ModelConfig(BaseModel):
 
     name: str = Field("sage", description=f"one of {', '.join(MODELS + TEMPORAL_MODELS)}, or file.py:factory")
     hidden: int = Field(256, ge=1, description="width of the hidden layers (of all heads together)")
-    layers: int = Field(3, ge=1, le=255, description="rounds of message passing")
+    layers: int = Field(3, ge=1, le=255, description="rounds of message passing; sign: of linear maps")
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
     input_dropout: float = Field(0.0, ge=0, lt=1, description="on the input features")
     input_norm: Literal["none", "sum"] = Field("none", description="sum: each node's features sum to 1 in magnitude")
@@ -54,7 +54,10 @@ class ModelConfig(BaseModel):
         False, description="gcn, gat, gatv2: add a linear map of the destination row; hetero-…, hgt: add the row"
     )
     edge_features: bool = Field(True, description="gat, gatv2, temporal: use edge features if there are any")
-    edge_weight: bool = Field(True, description="gcn, gcn2: use edge weights if there are any")
+    edge_weight: bool = Field(True, description="gcn, gcn2, sign: use edge weights if there are any")
+    hops: int | None = Field(
+        None, ge=0, le=16, description="sign: edges of the longest path; default: 3, with several edge types 2"
+    )
     train_eps: bool = Field(False, description="gin, hetero-gin: learn eps, the weight of the destination row")
     bases: int = Field(0, ge=0, description="rgcn: basis matrices shared by all edge types; 0 = one matrix per type")
     alpha: float = Field(0.1, ge=0, le=1, description="gcn2: share of the first layer's rows")
@@ -172,5 +175,6 @@ HeteroGIN = _constructor("hetero-gin", "GIN with weights by relation, for severa
 HGT = _constructor("hgt", "Heterogeneous graph transformer: one softmax over all relations into a node.")
 GCN2 = _constructor("gcn2", "GCNII: deep GCN with initial residual and identity mapping.")
 ResPlus = _constructor("res+", "DeeperGCN: pre-activation residual blocks with softmax aggregation.")
+SIGN = _constructor("sign", "SIGN: hops of the features are computed once; training needs no neighbours.")
 TGN = _constructor("tgn", "TGN: a memory per node, and attention over its latest events.", **TEMPORAL_DEFAULTS)
 TGAT = _constructor("tgat", "TGAT: temporal attention without memory.", **TEMPORAL_DEFAULTS)

@@ -21,6 +21,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.model import GNN
 from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.nn.sign import SignModel
 
 SHARED_MODELS = ("sage", "gcn", "gat", "gatv2", "gin")
 _ARGUMENTS = ("in_channels", "out_channels", "edge_types", "num_nodes", "target", "edge_dim")
@@ -28,7 +29,7 @@ _ARGUMENTS = ("in_channels", "out_channels", "edge_types", "num_nodes", "target"
 
 def save_model(model: torch.nn.Module, path: str | Path) -> None:
     """Write a built-in model to a safetensors file, with its configuration as JSON in the metadata."""
-    if not isinstance(model, GNN) or model.decoder is not None:
+    if not isinstance(model, GNN | SignModel) or model.decoder is not None:
         raise ConfigError(
             "a file describes the built-in models of nodes only: save the weights of others with "
             "torch.save(model.state_dict(), path), and build the model before you load them"
@@ -38,14 +39,15 @@ def save_model(model: torch.nn.Module, path: str | Path) -> None:
     save_file(tensors, path, metadata={"gnnfleet": json.dumps(about)})
 
 
-def load_model(path: str | Path) -> GNN:
+def load_model(path: str | Path) -> GNN | SignModel:
     """Read a model that ``save_model`` wrote, in evaluation mode; raises InputError for other files."""
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["gnnfleet"])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about["edge_types"] = [EdgeType(*kind) for kind in about["edge_types"]]
-        model = GNN(ModelConfig(**about.pop("config")), **about).to(next(iter(weights.values())).dtype)
+        config = ModelConfig(**about.pop("config"))
+        model = (SignModel if config.name == "sign" else GNN)(config, **about).to(next(iter(weights.values())).dtype)
         model.load_state_dict(weights)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path} is not a model that gf.nn.save_model wrote: {error}") from error

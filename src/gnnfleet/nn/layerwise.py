@@ -61,7 +61,7 @@ def _layer(model: Model, view: LocalView, x: Table, carry: Table, *, only: str, 
         for table, rows_by_type in ((out, _by_type(block_out, only)), (carried, _by_type(block_carried, only))):
             for kind, rows in rows_by_type.items():
                 if kind not in table:
-                    table[kind] = _allocate(rows, view.nodes[kind].num_dst, limit=limit)
+                    table[kind] = allocate_rows(rows, view.nodes[kind].num_dst, limit=limit)
                 table[kind][slice(*spans[kind])] = rows
     return out, carried
 
@@ -82,7 +82,7 @@ def _blocks(view: LocalView, *, width: int, limit: int) -> Iterator[tuple[RowSpa
         yield spans, block
 
 
-def _allocate(like: Tensor, rows: int, *, limit: int) -> Tensor:
+def allocate_rows(like: Tensor, rows: int, *, limit: int) -> Tensor:
     """Allocate a table for the rows of all chunks, with the dtype and width of the rows of one."""
     shape = (rows, *like.shape[1:])
     size = math.prod(shape) * like.element_size()

@@ -24,6 +24,7 @@ from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
 from gnnfleet.nn.norm import make_norm
+from gnnfleet.nn.sign import SignModel
 
 _T = TypeVar("_T")
 
@@ -345,7 +346,7 @@ def build_model(
     out_channels: int | None = None,
     every_type: bool = False,
     owned_ids: Mapping[str, Tensor] | None = None,
-) -> GNN:
+) -> GNN | SignModel:
     """Build the model of a graph: widths from its features, output for its labelled node type, or for ``every_type``.
 
     Parameters are drawn from torch's generator: call torch.manual_seed first. Raises ConfigError or InputError.
@@ -361,7 +362,7 @@ def build_model(
     widths = {kind: 0 if table.x is None else int(table.x.shape[1]) for kind, table in graph.nodes.items()}
     counts = {kind: table.count for kind, table in graph.nodes.items()}
     attr = next(iter(graph.edges.values())).attr if len(graph.edges) == 1 else None
-    return GNN(
+    return (SignModel if config.name == "sign" else GNN)(
         config,
         widths if len(widths) > 1 or config.name in HETERO_MODELS else next(iter(widths.values())),
         out_channels,

@@ -40,7 +40,7 @@ REPEATS = 3
 
 def profile_machine(job: Job, shard: Shard, fanouts: FanoutOption, batch: int) -> MachineProfile:
     base_memory = _base_memory()
-    cached = should_cache_aggregate("auto", hides=job.task.masks_edges)
+    cached = should_cache_aggregate("auto", job.model, hides=job.task.masks_edges)
     full_batch = _profile_full_batch(job, shard, cached)
     blocks = (0.0, 0.0) if job.model.reads_whole_graph else _profile_blocks(job, fanouts, batch, cached)
     return MachineProfile(1, *full_batch, *blocks, base_memory)
@@ -133,7 +133,7 @@ def _profile_blocks(job: Job, fanouts: FanoutOption, batch_size: int, cached: bo
         views = sampler.blocks(batch.seeds, batch.key, skip_last_hop=precomputed)
         views = [task.mask_edges(view, batch) for view in views]
         prepare_backward(views)
-        x, aggregated = gather_inputs(graph, views[0], job.precision, precomputed)
+        x, aggregated = gather_inputs(model, graph, views[0], job.precision, precomputed)
         sampled = time.perf_counter()
         run_step_on_blocks(model, views, x, aggregated, job.precision)
         optimizer.step()

@@ -22,10 +22,14 @@ _MAX_CACHED_RELATIONS = 8
 """Edge types up to which ``auto`` caches an aggregate for each: more take too much memory."""
 
 
-def should_cache_aggregate(option: CacheInputs, *, hides: bool, relations: int = 1) -> bool:
-    """False if steps hide edges, which a cached aggregate would include; raises ConfigError if the option is true."""
+def should_cache_aggregate(option: CacheInputs, model: Model, *, hides: bool, relations: int = 1) -> bool:
+    """False if steps hide edges, which a cached aggregate would include; raises ConfigError if it is required."""
+    if model.is_precomputed and hides:
+        raise ConfigError("the model computes its hops once and cannot hide edges from a step: set link.exclude=none")
     if hides and option is True:
         raise ConfigError("strategy.cache_inputs=true would show hidden edges: use it with link.exclude=none")
+    if model.is_precomputed:
+        return True
     if option == "auto" and relations > _MAX_CACHED_RELATIONS:
         return False
     return bool(option) and not hides

@@ -16,7 +16,7 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
 from gnnfleet.graph.partition.shard import Shard
-from gnnfleet.nn.base import Model
+from gnnfleet.nn.base import Aggregate, Model
 from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.report.progress import Progress
 from gnnfleet.tasks.base import Task
@@ -83,6 +83,7 @@ class Job(_BaseJob):
     partition: str | None = None  # partitioner that the user set; None leaves it to the strategy
     workers: int = 1
     processes: int = 1  # on this machine that train at the same time, each in a world of its own
+    aggregated: Aggregate | None = None  # tables of a model with precomputed hops, made on a larger graph
     evaluation_memory: int = 4 << 30  # limit of an evaluation's activations, in bytes
 
 

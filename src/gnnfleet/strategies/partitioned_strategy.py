@@ -122,7 +122,8 @@ class PartitionedStrategy(Reporting):
             )
 
     def _aggregate(self, option: CacheInputs) -> Aggregate | None:
-        if should_cache_aggregate(option, hides=self._task.masks_edges, relations=len(self._view.edge_types)):
+        relations = len(self._view.edge_types)
+        if should_cache_aggregate(option, self.model, hides=self._task.masks_edges, relations=relations):
             return precompute_aggregate(option, self.model, self._view, self._x)
         return None
 

@@ -55,7 +55,7 @@ class WeightBytes:
 
 def caches_aggregate(job: Job, option: CacheInputs) -> bool:
     """True if training will cache the first layer's aggregate, if memory allows."""
-    is_allowed = should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
+    is_allowed = should_cache_aggregate(option, job.model, hides=job.task.masks_edges, relations=len(job.graph.edges))
     return is_allowed and can_precompute(job.model, job.graph)
 
 
@@ -114,7 +114,7 @@ def sample_probe_blocks(
 
 def step_peak_bytes(job: Job, views: Sequence[LocalView], *, is_cached: bool) -> float:
     """Measure the peak bytes of tensors in a step on blocks. The model stays unchanged."""
-    x, aggregated = gather_inputs(job.graph, views[0], job.precision, is_cached)
+    x, aggregated = gather_inputs(job.model, job.graph, views[0], job.precision, is_cached)
     before = {name: buffer.clone() for name, buffer in job.model.named_buffers()}
     with buffers.unpooled():
         peak = peak_tensors(lambda: run_step_on_blocks(job.model, views, x, aggregated, job.precision))
@@ -132,7 +132,12 @@ def num_edges_and_rows(views: Sequence[LocalView]) -> float:
 
 
 def can_precompute(model: Model, graph: Graph) -> bool:
-    """True if the first layer's aggregate can be cached; tried on a graph of the same types without edges."""
+    """True if the first layer's aggregate can be cached."""
+    return _trial_aggregate(model, graph) is not None
+
+
+def _trial_aggregate(model: Model, graph: Graph) -> Aggregate | None:
+    """The first layer's aggregate on a graph of the same types, with two nodes each and no edges."""
     nodes = {kind: validated_nodes(2) for kind in graph.nodes}
     edges = {}
     for kind, table in graph.edges.items():
@@ -144,25 +149,28 @@ def can_precompute(model: Model, graph: Graph) -> bool:
         for kind, table in graph.nodes.items()
     }
     view = LocalView.of_graph(Graph.of(nodes, edges))
-    return model.precompute(view, x if len(x) > 1 else next(iter(x.values()))) is not None
+    return model.precompute(view, x if len(x) > 1 else next(iter(x.values())))
 
 
-def gather_inputs(graph: Graph, view: LocalView, precision: str, is_cached: bool) -> tuple[Any, Aggregate | None]:
-    """(features, aggregate) that a block reads; features stand in for the aggregate, which has the same width."""
+def gather_inputs(
+    model: Model, graph: Graph, view: LocalView, precision: str, is_cached: bool
+) -> tuple[Any, Aggregate | None]:
+    """(features, aggregate) that a block reads; other rows of the same widths stand in for the aggregate."""
     dtype, x = PRECISIONS[precision], {}
     for kind, rows in view.nodes.items():
         table = graph.nodes[kind].x
         count = len(rows.node_ids)
         x[kind] = torch.empty(count, 0, dtype=dtype) if table is None else FeatureGather(table)(rows.node_ids).to(dtype)
     aggregated: Aggregate | None = None
-    if is_cached and len(x) == 1:
+    trial = _trial_aggregate(model, graph) if is_cached else None
+    if isinstance(trial, Tensor):
         (features,) = x.values()
         width = int(features.shape[1])
         both = buffers.empty_buffer((len(features), 2 * width), dtype)
         both[:, :width], both[:, width:] = features, features
         return both[:, width:], both[:, :width]
-    if is_cached:
-        aggregated = {kind: x[kind.src][:1].expand(len(x[kind.dst]), -1).contiguous() for kind in view.relations}
+    if trial is not None:
+        aggregated = {kind: rows[:1].expand(len(x[kind.dst]), -1).contiguous() for kind, rows in trial.items()}
     return x if len(x) > 1 else next(iter(x.values())), aggregated
 
 

@@ -216,7 +216,7 @@ def make_job(run: ValidatedRun, config: RunConfig, context: RankContext) -> Job:
 
 def _embedding_types(config: RunConfig, output: OutputSchema) -> set[str]:
     """Node types with a learnable embedding per node; those of a custom model are unknown."""
-    if config.model.is_custom:
+    if config.model.is_custom or config.model.name == "sign":
         return set()
     return {kind for kind, width in output.widths.items() if config.model.embedding or not width}
 
@@ -251,7 +251,7 @@ def _check_labels(nodes: Nodes) -> None:
 def _check_features(graph: Graph, config: RunConfig) -> None:
     """Raise ConfigError if no node type has features and embeddings are not set; custom models may do without both."""
     has_features = any(nodes.x is not None and nodes.x.shape[1] for nodes in graph.nodes.values())
-    if config.model.is_custom or config.model.embedding or has_features:
+    if config.model.is_custom or config.model.embedding or config.model.name == "sign" or has_features:
         return
     if is_event_graph(graph):
         raise ConfigError(

@@ -20,6 +20,7 @@ from gnnfleet.nn.link import make_decoder
 from gnnfleet.nn.model import build_model
 from gnnfleet.nn.pyg.memory import Propagation
 from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.nn.sign import SignModel
 from gnnfleet.strategies.job import PRECISIONS, OwnedIds
 from gnnfleet.strategies.protocol import NodePredictor
 from gnnfleet.tasks.link import LinkTask
@@ -89,6 +90,8 @@ def seeded_model(
             model = build_model(
                 config.model, graph, out_channels=out_channels, every_type=every_type, owned_ids=owned_ids
             )
+            if isinstance(model, SignModel):
+                model.table_memory = config.evaluation_limit
         if links is not None:
             several = len(torch.unique(links.splits["train"].relation)) > 1
             model.decoder = make_decoder(

@@ -55,9 +55,10 @@ class LocalStrategy(Reporting):
         self._config, self._job = config, job
         self._optimizer = make_optimizer(self.model, job.train)
         self._target = job.task.target
+        self._reads_rows = config.is_sampled or self.model.is_precomputed
         self._order = self._choose_order()
         self._aggregated = self._precompute()
-        self._sampled = None if config.fanouts is None else MiniBatchMaker(config, job, self._aggregated)
+        self._sampled = MiniBatchMaker(config, job, self._aggregated) if self._reads_rows else None
         if self._sampled is None:
             _ = self._last_view, self._x  # computed before the first step is timed
             self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
@@ -163,7 +164,8 @@ class LocalStrategy(Reporting):
             self.model.eval()
             limit = self._job.evaluation_memory
             with torch.no_grad(), autocast(self._job.precision):
-                if not self.model.reads_whole_graph and layer_bytes(self._view, self._width()) > limit:
+                by_layer = not (self.model.reads_whole_graph or self.model.is_precomputed)
+                if by_layer and layer_bytes(self._view, self._width()) > limit:
                     self._cached_outputs = layerwise_inference(
                         self.model, self._view, self._x, target=self._target, limit=limit
                     )
@@ -203,7 +205,10 @@ class LocalStrategy(Reporting):
     def _precompute(self) -> Aggregate | None:
         """The first layer's aggregate of all rows, if the config and the model allow caching it."""
         job, option = self._job, self._config.cache_inputs
-        is_allowed = should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
+        if job.aggregated is not None:
+            return job.aggregated
+        hides, relations = job.task.masks_edges, len(job.graph.edges)
+        is_allowed = should_cache_aggregate(option, self.model, hides=hides, relations=relations)
         if not is_allowed or (option == "auto" and not self._fits_memory()):
             return None
         return precompute_aggregate(option, self.model, self._view, self._x)
@@ -213,14 +218,15 @@ class LocalStrategy(Reporting):
         graph = self._job.graph
         widths = {kind: 0 if nodes.x is None else int(nodes.x.shape[1]) for kind, nodes in graph.nodes.items()}
         numbers = sum(graph.nodes[kind.dst].count * widths[kind.src] for kind in graph.edges)
-        return self._config.fanouts is None or numbers * self._job.dtype.itemsize <= self._job.evaluation_memory
+        is_small = numbers * self._job.dtype.itemsize <= self._job.evaluation_memory
+        return is_small or self._config.fanouts is None or self.model.is_precomputed
 
     def _choose_order(self) -> dict[str, Tensor] | None:
-        order, is_sampled = self._config.order, self._config.is_sampled
+        order, is_sampled = self._config.order, self._reads_rows
         if order == "auto":
             order = "cluster" if self._job.graph.num_nodes > REORDER_MIN_NODES and not is_sampled else "store"
         if order == "cluster" and is_sampled:
-            raise ConfigError("strategy.order=cluster is for full batch: leave it out, or leave out strategy.fanouts")
+            raise ConfigError("strategy.order=cluster is for full batch and models that read neighbours: leave it out")
         if order == "store":
             return None
         self._job.progress.stage("cluster order")

@@ -63,6 +63,8 @@ class PipeConfig(StrategyConfig, frozen=True, extra="forbid"):
         from gnnfleet.nn.pyg.module import PygModule
 
         super().check_model(model)
+        if model.is_precomputed:
+            raise ConfigError("strategy pipe splits layers with neighbours into stages, sign has none: use sar")
         if isinstance(model, PygModule) and model.propagation.mode not in ("auto", "plain"):
             raise ConfigError("strategy pipe fetches rows of a chunk once: leave out model.propagate")
         for name, module in model.named_modules():

@@ -250,7 +250,7 @@ def partition_features(job: Job, partition: ChunkedPartition, rows: slice = slic
 def should_cache_inputs(config: PipeConfig, job: Job) -> bool:
     """True if the first layer's aggregate is cached where the model allows it."""
     option = config.cache_inputs
-    return should_cache_aggregate(option, hides=job.task.masks_edges, relations=len(job.graph.edges))
+    return should_cache_aggregate(option, job.model, hides=job.task.masks_edges, relations=len(job.graph.edges))
 
 
 class PipelineRank:

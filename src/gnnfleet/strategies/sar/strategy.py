@@ -79,7 +79,8 @@ class SarStrategy(PartitionedStrategy):
     def _compute_active_rows(self, job: Job, ring: RingExchange) -> ActiveRows | None:
         """The active rows of a step's layers; None for all. Batch norm reads all rows of a layer."""
         reach = job.task.reachable_mask()
-        if not self._config.restrict_rows or reach is None or job.model.batch_norm:
+        reads_all = (job.model.batch_norm or not self._config.restrict_rows) and not job.model.is_precomputed
+        if reach is None or reads_all:
             return None
         shard, target = require_shard(job), job.task.target
         loss_rows = {kind: torch.zeros(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types}
