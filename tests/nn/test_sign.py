@@ -93,7 +93,7 @@ def dense_hops(graph: Graph, hops: int, target: str) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize(("name", "hops"), [("plain", 3), ("related", 2), ("typed", 3)])
+@pytest.mark.parametrize(("name", "hops"), [("plain", 2), ("related", 2), ("typed", 3)])
 def test_hops_are_products_of_dense_matrices(name: str, hops: int) -> None:
     """Also in parts of columns, with tables in files, and with the features that stand in for missing ones."""
     graph = GRAPHS[name]()
@@ -151,13 +151,13 @@ def fit_on_rank(world: World, store: str, parts: str, settings: list[dict[str, A
     return [fit(open_store(store), case, context) for case in settings]
 
 
-@pytest.mark.parametrize(("name", "size"), [("plain", 3), ("related", 2), *(("typed", n) for n in (1, 2, 3))])
+@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("related", 2), *(("typed", n) for n in (1, 2, 3))])
 def test_ranks_give_the_gradients_and_rows_of_one_process(pool: RankPool, tmp_path: Path, name: str, size: int) -> None:
     """sar in full batches, macrobatch in batches of rows; macrobatch refuses batch norm on several ranks."""
     graph = save_store(GRAPHS[name](), tmp_path / "store")
     cut_graph(graph, size, "random", tmp_path / "parts")
     cases = [(model, "sar", {}) for model in MODELS]
-    cases += [(model, "macrobatch", {"batch": 7}) for model in MODELS if model.get("norm") != "batch"]
+    cases += [(model, "macrobatch", {"batch": 12}) for model in MODELS if model.get("norm") != "batch"]
     settings = [settings_of(model, name=strategy, **options) for model, strategy, options in cases]
     ranks = pool.run(size, fit_on_rank, str(tmp_path / "store"), str(tmp_path / "parts"), settings)
     for index, (model, strategy, options) in enumerate(cases):
