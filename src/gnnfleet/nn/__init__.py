@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GAT", "GCN", "GCN2", "GIN", "GNN", "HGT", "MLP", "RGCN", "SAGE", "SIGN", "TGAT", "TGN", "BatchNorm", "GATConv",
-    "GATv2", "GATv2Conv", "GCN2Conv", "GCNConv", "GENConv", "GINConv", "HGTConv", "HeteroConv", "HeteroGAT", "HeteroGATv2",
-    "HeteroGIN", "HeteroSAGE", "LayerNorm", "MetricState", "Model", "ModelConfig", "NodeEmbedding", "NodeHead",
-    "RGCNConv", "ResPlus", "ResPlusBlock", "SAGEConv", "build_model", "load_model", "load_pyg_state", "roc_auc",
-    "save_model", "to_pyg", "to_pyg_state",
+    "GATv2", "GATv2Conv", "GCN2Conv", "GCNConv", "GENConv", "GINConv", "HGTConv", "HeteroConv", "HeteroGAT",
+    "HeteroGATv2", "HeteroGIN", "HeteroSAGE", "LayerNorm", "MetricState", "Model", "ModelConfig", "NodeEmbedding",
+    "NodeHead", "RGCNConv", "ResPlus", "ResPlusBlock", "SAGEConv", "build_model", "load_model", "load_pyg_state",
+    "roc_auc", "save_model", "to_pyg", "to_pyg_state",
 ]  # fmt: skip
 
 _MODULES = {
