@@ -33,6 +33,7 @@ from gnnfleet.nn.config import LIVE, ModelConfig
 from gnnfleet.nn.custom_model import live_modules
 from gnnfleet.nn.interop import save_model
 from gnnfleet.nn.pyg.module import PygModule
+from gnnfleet.report.remarks import rewrite
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation
 from gnnfleet.session.training import TrainingResult, run_training
@@ -188,6 +189,8 @@ def train(
     result = run_training(graph, tree, location=location, quiet=quiet, restarts=max_restarts)
     for reason in result.record.lost:
         warnings.warn(f"the run continued without a trainer: {reason}", RuntimeWarning, stacklevel=3)
+    if result.record.failure:
+        warnings.warn(rewrite.get()(result.record.failure), RuntimeWarning, stacklevel=3)
     return Record(result, graph, module)
 
 

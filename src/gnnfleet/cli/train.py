@@ -11,7 +11,7 @@ import typer
 
 from gnnfleet.cli import options
 from gnnfleet.cli.output import format_bytes, print_result, table
-from gnnfleet.errors import ConfigError
+from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def train(
             waited = record.epochs - record.metrics["best_epoch"]
             print_note(f"stopped early at epoch {record.epochs}: no better val metric for {waited} epochs", quiet=quiet)
         print_note(f"saved to {record.run_dir}", quiet=quiet)
+        if record.failure:
+            raise RunError(record.failure)
 
     if launch_env is not None:
         from gnnfleet.session.torchrun import train_as_rank

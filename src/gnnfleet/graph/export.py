@@ -78,7 +78,10 @@ def _node_batches(nodes: Nodes) -> Iterator[pa.RecordBatch]:
         columns: dict[str, Any] = {"id": nodes.ids.select(np.arange(start, stop))}
         if nodes.x is not None:
             columns["x"] = _lists(nodes.x[start:stop])
-        if nodes.y is not None:
+        if nodes.y is not None and nodes.regression and nodes.y.dim() == 2:
+            names = nodes.classes or range(nodes.num_classes)
+            columns |= {f"label_{name}": _labels(nodes.y[start:stop, k]) for k, name in enumerate(names)}
+        elif nodes.y is not None:
             columns["label"] = _labels(nodes.y[start:stop], nodes.classes)
         if nodes.split is not None:
             columns.update(_split_columns(nodes.split[:, start:stop]))

@@ -24,13 +24,13 @@ class RunRecord:
     traffic: Mapping[str, list[int]] = field(default_factory=lambda: {"bytes_sent": [0], "rounds": [0]})
     memory: Mapping[str, list[int]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # workers that were lost before the end, with the reason
+    failure: str = ""  # why nothing was learnt
     run_dir: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Leave out ``lost`` if it is empty."""
-        fields = asdict(self)
-        return fields if self.lost else {key: value for key, value in fields.items() if key != "lost"}
+        """Leave out ``lost`` and ``failure`` if they are empty."""
+        return {key: value for key, value in asdict(self).items() if value or key not in ("lost", "failure")}
 
 
 def versions() -> dict[str, str]:

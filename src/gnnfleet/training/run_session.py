@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.base import PER_CLASS, Scores
-from gnnfleet.tasks.link import LinkTask
 from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import BuiltRun
 from gnnfleet.training.checkpoint import CheckpointSink, TrainState
 from gnnfleet.training.loop import LoopConfig, fit
+from gnnfleet.training.outcome import judge_run
 from gnnfleet.training.phase_profiler import PhaseProfiler, RankProfiler
 from gnnfleet.training.resume import ResumePoint
 from gnnfleet.training.run_dir import RunDirectory
@@ -72,8 +73,13 @@ def run_session(
         run_dir=None if directory is None else str(directory.path),
         versions=versions(),
     )
-    if uncounted.is_first and (text := _model_collapsed(built, config, rows)) is not None:
-        directory.log(text, quiet=quiet) if directory is not None else print_note(text, quiet=quiet)
+    if uncounted.is_first:
+        remark, learnt_nothing = judge_run(built.task, config, rows, record.metrics)
+        record = replace(record, failure=remark if remark and learnt_nothing else "")
+        if remark and directory is not None:
+            directory.log(remark, quiet=quiet or learnt_nothing)
+        elif remark:
+            print_note(remark, quiet=quiet or learnt_nothing)
     if directory is not None and traces:
         if config.spec.execution == "supervised":
             write_spans(built.world.clock, directory.path, "coordinator")
@@ -132,19 +138,6 @@ def _fit(
         )
         position, rows = fit(built.strategy, loop, start=start.progress, best=start.best)
     return position, [*earlier, *rows]
-
-
-def _model_collapsed(built: BuiltRun, config: RunConfig, rows: list[dict[str, Any]]) -> str | None:
-    """A remark if a link model scores all candidates alike; its metric alone does not show that."""
-    tied = built.task.tied_val_metric if isinstance(built.task, LinkTask) else None
-    last = next((row["val"] for row in reversed(rows) if row.get("val") is not None), None)
-    # A random order of candidates gives a higher metric than ties, so this is not a model that learns slowly.
-    if tied is None or last is None or not math.isclose(last, tied, rel_tol=0.01):
-        return None
-    return (
-        f"All candidates have nearly the same score in the last evaluation (val {built.task.metric} {last:.3g}): try a "
-        f"smaller train.lr (now {config.train.lr:g}), or scale the features."
-    )
 
 
 def _measure_ranks(
