@@ -129,3 +129,18 @@ def test_epoch_lines_and_sparklines_have_their_defined_text(tmp_path: Path) -> N
     assert (
         sparkline([0.0, 1.0, 7.0]) == "▁▂█" and sparkline([2.0, 2.0]) == "▁▁" and len(sparkline(list(range(99)))) == 40
     )
+
+
+def test_measures_per_class_are_checked(tmp_path: Path) -> None:
+    column: list[Any] = [0.5, 0.25]
+    report = {"classes": ["a", "b"], **dict.fromkeys(("precision", "recall", "f1", "support"), column)}
+    good = {**report, "confusion": [[1, 2], [0, 3]]}
+    bad = [
+        {**good, "f1": [0.5]},
+        {**good, "confusion": [[1, 2]]},
+        {**good, "recall": ["<b>", 1]},
+        {**good, "classes": 3},
+    ]
+    for number, content in enumerate([good, report, *bad]):
+        run = read_run(write_run(tmp_path / str(number), record={"metrics": {"per_class": content}}))
+        assert bool(summarize(run)["classes"]) is (number < 2)

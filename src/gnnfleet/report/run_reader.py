@@ -86,6 +86,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "test": _number(metrics.get("test")),
         "metric": str(metrics.get("name", "")),
         "baseline": _baseline(metrics),
+        "classes": _classes(_group(metrics, "per_class")),
         "best_epoch": metrics.get("best_epoch"),
         "epoch_seconds": median(seconds) if seconds else None,
         "seconds": sum(seconds) if seconds else None,
@@ -100,6 +101,19 @@ def _baseline(metrics: Mapping[str, Any]) -> float | None:
     beside = _group(_group(metrics, "beside"), "test")
     values = (_number(beside.get(name)) for name in ("edgebank", "edgebank_window"))
     return max((value for value in values if value is not None), default=None)
+
+
+def _classes(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Measures per class and the confusion matrix of the test split; None unless all are numbers of one length."""
+    names = ("precision", "recall", "f1", "support")
+    columns = {name: _numbers(report.get(name)) for name in names}
+    classes, matrix = report.get("classes"), report.get("confusion") or []
+    if not isinstance(classes, list) or not isinstance(matrix, list) or not classes:
+        return None
+    lengths = {len(column) for column in columns.values()} | {len(_numbers(row)) for row in matrix}
+    if lengths != {len(classes)} or len(matrix) not in (0, len(classes)):
+        return None
+    return {"classes": [str(name) for name in classes], **columns, "confusion": matrix}
 
 
 def worker_names(run: Run) -> list[str]:

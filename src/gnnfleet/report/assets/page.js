@@ -195,6 +195,43 @@ function heat(run) {
   return card(run.name, drawing);
 }
 
+// -- classes of the test split --
+
+function confusion(run) {
+  const { classes, confusion: matrix } = run.summary.classes, count = classes.length;
+  const size = Math.max(9, Math.min(44, 420 / count)), left = 116, top = 42;
+  const width = left + size * count + 12, height = top + size * count + 8;
+  const areShort = classes.every((name) => name.length < 4);
+  const brief = (name) => (name.length > 12 ? name.slice(0, 11) + "…" : name);
+  const parts = [make("text", { x: left + (size * count) / 2, y: 14, "text-anchor": "middle", class: "soft" }, "predicted")];
+  matrix.forEach((row, t) => {
+    const total = row.reduce((a, b) => a + b, 0), middle = (t + 0.5) * size;
+    if (size > 16) {
+      parts.push(make("text", { x: left + middle, y: top - 8, "text-anchor": "middle", class: "soft" }, areShort ? classes[t] : t + 1));
+      parts.push(make("text", { x: left - 8, y: top + middle + 4, "text-anchor": "end", class: "soft" }, areShort ? classes[t] : `${brief(classes[t])}  ${t + 1}`));
+    }
+    row.forEach((value, p) => {
+      const share = total ? value / total : 0, strength = value ? 0.1 + 0.9 * share : 0;
+      const fill = `rgba(${p === t ? "36, 99, 196" : "194, 47, 61"}, ${strength.toFixed(3)})`;
+      const hover = `${classes[t]} predicted as ${classes[p]}: ${value} of ${total} (${(100 * share).toFixed(1)} %)`;
+      parts.push(make("rect", { x: left + p * size, y: top + t * size, width: size - 1, height: size - 1, rx: 2, fill, stroke: "#e1e5ea", ...point(hover) }));
+      if (size > 30 && value) parts.push(make("text", { x: left + (p + 0.5) * size - 1, y: top + middle + 4, "text-anchor": "middle", style: `font-size:10px;pointer-events:none;fill:${strength > 0.6 ? "#fff" : "#1d2733"}` }, value));
+    });
+  });
+  const drawing = plot("confusion " + run.name, width, height, ...parts);
+  drawing.style.maxWidth = width * 1.25 + "px";
+  return drawing;
+}
+
+function classesOf(run) {
+  const report = run.summary.classes;
+  const shade = (value) => make("span", { class: "shade", style: `background:rgba(36, 99, 196, ${(0.45 * value).toFixed(3)})` }, value.toFixed(3));
+  const rows = report.classes.map((name, i) => ({ name, ...Object.fromEntries(["precision", "recall", "f1", "support"].map((key) => [key, report[key][i]])) }));
+  const measures = ["precision", "recall", "f1"].map((key) => ({ key, title: key === "f1" ? "F1" : key, show: shade }));
+  const list = table([{ key: "name", title: "class", isText: true }, ...measures, { key: "support", title: "nodes" }], rows);
+  return [card(run.name, list), ...(report.confusion.length ? [card(run.name + ": true and predicted classes", confusion(run))] : [])];
+}
+
 // -- tables --
 
 function table(columns, rows, { sortable = false, id = null } = {}) {
@@ -331,6 +368,8 @@ function draw() {
   const runs = visibleRuns(), names = [...new Set(runs.map((run) => run.summary.metric).filter(Boolean))];
   const metric = "Val " + (names.length === 1 ? names[0] : "metric");
   const sent = runs.filter((run) => run.bytes && run.bytes.flat().some(Boolean));
+  const classified = runs.filter((run) => run.summary.classes);
+  const varies = runs.some((run) => new Set(run.rows.map((row) => row.lr)).size > 1);
   const trained = runs.filter((run) => run.rows.some((row) => isNumber(row.trainers)));
   const pictures = runs.flatMap((run) => Object.entries(run.pictures).map(([what, image]) =>
     card(`${run.name}: ${what}`, make("img", { class: "picture", src: image, alt: what, "data-plot": what }))));
@@ -341,7 +380,9 @@ function draw() {
     ...section("Runs", "Click a heading to sort. Epoch time is the median, bytes are summed over workers, memory is that of the largest worker.", card(null, runsTable())),
     ...section("Loss and metric", null, data.runs.length > 1 ? legend() : null, make("div", { class: "grid" },
       curves("Training loss over steps", runs, "step", "train_loss"), curves("Training loss over seconds", runs, "seconds", "train_loss"),
-      curves(metric + " over steps", runs, "step", "val", onVal(runs)), curves(metric + " over seconds", runs, "seconds", "val", onVal(runs)))),
+      curves(metric + " over steps", runs, "step", "val", onVal(runs)), curves(metric + " over seconds", runs, "seconds", "val", onVal(runs)),
+      ...(varies ? [curves("Learning rate over steps", runs, "step", "lr")] : []))),
+    ...section("Classes of the test split", "A row of the matrix has the nodes of one class, by predicted class; blue is right.", classified.length ? make("div", { class: "grid" }, ...classified.flatMap(classesOf)) : null),
     ...section("Time and memory", "Mean over epochs without the first. Exchange: packing, posting and unpacking messages. Wait: blocked until messages are sent or received. Compute: the rest.",
       make("div", { class: "grid" }, ...[timeSplit(runs), memory(runs)].filter(Boolean))),
     ...section("Traffic between workers", "Payload bytes as sent, evaluations included. Collectives over all ranks (gradients, losses) have their own column.",
