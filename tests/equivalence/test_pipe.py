@@ -22,12 +22,15 @@ from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
 from gnnfleet.sharded.pipeline.history import ChunkView, GradientRule, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
+from gnnfleet.sharded.pipeline.typed_chunks import join_node_types, open_chunk_view
+from gnnfleet.strategies.pipe.pipeline_rank import run_layer
 from gnnfleet.strategies.pipe.schedule import chunk_order
 from gnnfleet.strategies.pipe.strategy import PipeStrategy
 from gnnfleet.training.build import RankContext, build
-from tests.equivalence.spread import NODES, plain_graph, related_graph
+from tests.equivalence.spread import NODES, bare_graph, plain_graph, related_graph, typed_graph
 from tests.equivalence.test_sar import (
     MODELS,
+    TYPED,
     check_close,
     fit,
     graph_with_held_out_edges,
@@ -40,6 +43,8 @@ from tests.session.test_custom_model import SHARED_LAYER_MODEL
 GRAPHS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "plain": (plain_graph, MODELS),
     "related": (related_graph, [{"name": "rgcn", "bases": 1}, {"name": "rgcn"}]),
+    "typed": (typed_graph, TYPED),
+    "bare": (bare_graph, [{"name": "hgt", "heads": 2}, {"name": "rgcn"}]),
 }
 KEY = DrawKey(1, 2, 3)
 Grads = dict[str, Tensor]
@@ -159,23 +164,22 @@ class ChunkedModel:
         self, graph: Graph, model: GNN, layout: ChunkLayout, rule: GradientRule, world: World | None = None
     ) -> None:
         self.model, self.layout, self.world = model, layout, world or World()
-        partition = ChunkedPartition(graph, layout, self.world.rank)
+        partition = ChunkedPartition(join_node_types(graph), layout, self.world.rank)
         self.history = HistoryStore(partition, StageHalo(self.world, partition), rule)
-        self.views = [ChunkView.open(chunk, self.history).with_step(key=KEY) for chunk in partition.chunks]
-        (nodes,) = graph.nodes.values()
-        assert nodes.x is not None
-        self.x = nodes.x.double()
+        self.views = [open_chunk_view(graph, chunk, self.history).with_step(key=KEY) for chunk in partition.chunks]
+        self.x = features(graph)
         self.history.begin(torch.zeros(graph.num_nodes, dtype=torch.int64), updates_history=True)
         slot = PipelineSlot(0, ((-1 if layout.chunks_per_partition > 1 else 0),) * self.world.size)
         with torch.no_grad():
-            self.forward(ChunkView.open(partition.as_one_chunk, self.history).with_step(key=KEY).in_slot(slot))
+            self.forward(open_chunk_view(graph, partition.as_one_chunk, self.history).with_step(key=KEY).in_slot(slot))
         self.history.finish()
 
     def forward(self, view: ChunkView) -> Tensor:
-        rows: Any = self.x[view.node_ids]
+        by_type = {kind: self.x[kind][nodes.node_ids] for kind, nodes in view.nodes.items()}
+        rows: Any = by_type if len(by_type) > 1 else next(iter(by_type.values()))
         carry = None
         for index in range(self.model.num_layers):
-            rows, carry = self.model.layer(index, view, rows, carry)
+            rows, carry = run_layer(self.model, index, view, rows, carry, None)
         out: Tensor = rows
         return out
 
@@ -189,7 +193,7 @@ class ChunkedModel:
         ]
         outs = [self.forward(view) for view in views]
         for view, out in zip(views[::-1], outs[::-1], strict=True):
-            torch.autograd.backward(out, pattern[view.node_ids])
+            torch.autograd.backward(out, pattern[view.chunk.partition.store_ids[view.chunk.span]])
             self.history.restore(view.slot.slot)
         self.history.finish()
         return copy_grads(self.model)
@@ -212,16 +216,20 @@ def copy_grads(model: GNN) -> Grads:
 
 def make_model(graph: Graph, name: str, layers: int, **settings: Any) -> GNN:
     torch.manual_seed(0)
-    heads = {"heads": 2} if name in ("gat", "gatv2") else {}
+    heads = {"heads": 2} if name in ("gat", "gatv2", "hetero-gat", "hetero-gatv2", "hgt") else {}
     return build_model(make_config(name, hidden=8, layers=layers, **heads, **settings), graph).double()
 
 
 def exact_gradients(graph: Graph, model: GNN, pattern: Tensor) -> Grads:
     model.zero_grad()
-    (nodes,) = graph.nodes.values()
-    assert nodes.x is not None
-    (model(LocalView.of_graph(graph).with_step(key=KEY), nodes.x.double()) * pattern).sum().backward()
+    x: Any = features(graph)
+    out = model(LocalView.of_graph(graph).with_step(key=KEY), x if len(x) > 1 else next(iter(x.values())))
+    (out * pattern[: len(out)]).sum().backward()
     return copy_grads(model)
+
+
+def features(graph: Graph) -> dict[str, Tensor]:
+    return {kind: nodes.x.double() for kind, nodes in graph.nodes.items() if nodes.x is not None}
 
 
 def random_pattern(seed: int = 0, nodes: int = NODES) -> Tensor:
@@ -229,12 +237,15 @@ def random_pattern(seed: int = 0, nodes: int = NODES) -> Tensor:
 
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "rgcn", "gcn2", "res+")
+HETERO = ("hetero-sage", "hetero-gat", "hetero-gatv2", "hetero-gin", "hgt")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_converge_to_exact_ones_at_fixed_weights(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"), [*((name, plain_graph) for name in NAMES), *((name, typed_graph) for name in ("rgcn", *HETERO))]
+)
+def test_gradients_converge_to_exact_ones_at_fixed_weights(name: str, make: Any) -> None:
     """Each pass makes one more hop exact; dropout is on, and the same in every pass."""
-    graph = plain_graph()
+    graph = make()
     model, pattern = make_model(graph, name, 3), random_pattern()
     reference = exact_gradients(graph, model, pattern)
     chunked_model = ChunkedModel(graph, model, build_chunk_layout(graph, 1, 4), "stale")
@@ -245,7 +256,7 @@ def test_gradients_converge_to_exact_ones_at_fixed_weights(name: str) -> None:
     check_close(last, reference, name)
 
 
-@pytest.mark.parametrize("name", ["sage", "gat", "gatv2", "res+"])
+@pytest.mark.parametrize("name", ["sage", "gat", "gatv2", "res+", "hetero-gat", "hgt"])
 def test_edges_inside_chunks_are_exact(name: str) -> None:
     """A graph without edges between chunks needs no history."""
     random = torch.Generator().manual_seed(4)
@@ -347,7 +358,8 @@ def irregular_layout(case: str, nodes: int) -> ChunkLayout:
 def irregular_models() -> list[tuple[Graph, str, dict[str, Any]]]:
     plain, related = plain_graph(), related_graph()
     models = [("sage", {"aggr": "max"}), ("gcn", {}), ("gat", {}), ("gatv2", {}), ("gcn2", {}), ("res+", {})]
-    return [*((plain, name, settings) for name, settings in models), (related, "rgcn", {})]
+    typed = [(typed_graph(), name, {}) for name in ("rgcn", "hetero-gat", "hgt")]
+    return [*((plain, name, settings) for name, settings in models), (related, "rgcn", {}), *typed]
 
 
 def gradients_of_third_passes(world: World, case: str) -> list[Grads]:
@@ -386,6 +398,9 @@ COUNTED = (
     ("plain", "res+", 3),
     ("plain", "rgcn", 3),
     ("related", "rgcn", 3),
+    ("typed", "rgcn", 3),
+    ("typed", "hetero-sage", 3),
+    ("typed", "hgt", 3),
 )
 
 
@@ -420,5 +435,5 @@ def test_counted_bytes_equal_the_estimate(
         assert sent == ranks[0][index][1], (graph_name, name)
         if partitions == 1:
             tensors, itemsize = 2 if name == "gcn2" else 1, 2 if wire == "bf16" else 8
-            nodes = {"plain": 60, "related": 40}[graph_name]
+            nodes = {"plain": 60, "related": 40, "typed": 56}[graph_name]
             assert sent == 2 * (size - 1) * nodes * 8 * itemsize * tensors, (graph_name, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -39,17 +39,19 @@ def make_layers(
     width: int,
     out: int,
     *,
-    node_types: Sequence[str],
     edge_types: Sequence[EdgeType],
-    target: str | None,
+    read_types: Sequence[Collection[str]],
     edge_dim: int | None,
 ) -> tuple[torch.nn.ModuleList, torch.nn.ModuleList]:
-    """Return (one conv per layer, linear maps of gcn2 and res+ before and after, of ``HETERO_MODELS`` after them)."""
+    """Return (one conv per layer, linear maps of gcn2 and res+ before and after, of ``HETERO_MODELS`` after them).
+
+    ``read_types`` has the node types that each layer computes.
+    """
     if config.name in HETERO_MODELS:
         lins = [torch.nn.Linear(config.hidden, out)]
-        layers = [_hetero(config, node_types, edge_types, None) for _ in range(config.layers - 1)]
-        layers.append(_hetero(config, node_types, edge_types, target))
-        return torch.nn.ModuleList(layers), torch.nn.ModuleList(lins)
+        return torch.nn.ModuleList(_hetero(config, edge_types, types) for types in read_types), torch.nn.ModuleList(
+            lins
+        )
     if config.name in ("gcn2", "res+"):
         lins = [torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)]
         make_layer = _gcn2 if config.name == "gcn2" else _block
@@ -96,18 +98,16 @@ def _attention(config: ModelConfig, width: int, out: int, *, last: bool, edge_di
     )
 
 
-def _hetero(
-    config: ModelConfig, node_types: Sequence[str], edge_types: Sequence[EdgeType], target: str | None
-) -> torch.nn.Module:
-    """A layer of a heterogeneous model, with parameters for the relations into ``target`` only if there is one.
+def _hetero(config: ModelConfig, edge_types: Sequence[EdgeType], node_types: Collection[str]) -> torch.nn.Module:
+    """A layer of a heterogeneous model, with the relations into ``node_types``.
 
     Each destination has a term of its own row: that of the conv, of the skip of HGT, or a root.
     """
-    kinds = [kind for kind in edge_types if target in (None, kind.dst)]
+    kinds = [kind for kind in edge_types if kind.dst in node_types]
     hidden, heads, dropout = config.hidden, config.heads, config.attention_dropout
     if config.name == "hgt":
-        types = [kind for kind in node_types if any(kind in (edge.src, edge.dst) for edge in kinds)]
-        return HGTConv(hidden, hidden, (types, kinds), heads, dropout=dropout or 0.0)
+        types = dict.fromkeys([*node_types, *(kind.src for kind in kinds)])
+        return HGTConv(hidden, hidden, (list(types), kinds), heads, dropout=dropout or 0.0)
     is_attention = config.name in ("hetero-gat", "hetero-gatv2")
     convs: dict[EdgeType, torch.nn.Module] = {}
     for kind in kinds:
@@ -118,8 +118,8 @@ def _hetero(
         else:
             convs[kind] = _plain(config, hidden, hidden)
     reached = () if is_attention else {kind.dst for kind in kinds}
-    rooted = [kind for kind in node_types if target in (None, kind) and kind not in reached]
-    return HeteroConv(convs, roots={kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in rooted})
+    roots = [kind for kind in node_types if kind not in reached]
+    return HeteroConv(convs, roots={kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in roots})
 
 
 def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:

@@ -8,7 +8,7 @@ mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +66,7 @@ class GNN(Model):
         self.hetero = len(widths) > 1 or config.name in HETERO_MODELS
         self._check(widths, target)
         self.target = target
+        self._read_types = _read_types(widths, self.edge_types, target, config.layers)
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         for kind in widths:
@@ -76,7 +77,7 @@ class GNN(Model):
                 self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
-        types = {"node_types": kinds, "edge_types": self.edge_types, "target": target}
+        types = {"edge_types": self.edge_types, "read_types": self._read_types}
         self.convs, self.lins = make_layers(config, first, out_channels, **types, edge_dim=edge_dim)  # type: ignore[arg-type]
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
 
@@ -120,7 +121,7 @@ class GNN(Model):
             {
                 _key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity()
                 for kind in kinds
-                if index < self.num_layers - 1 or self.target in (None, kind)
+                if name == "rgcn" or kind in self._read_types[index]
             }
         )
 
@@ -223,11 +224,14 @@ class GNN(Model):
     ) -> RowsByType:
         conv, last = self.convs[index], index == self.num_layers - 1
         rows_by_type = {self.node_types[0]: x} if isinstance(x, Tensor) else x
-        options: dict[str, Any] = {"only": self.target if last else None}
+        read = self._read_types[index]
+        options: dict[str, Any] = {"only": read}
+        if self.config.name == "rgcn":
+            options["only"] = self.target if last else None
         if aggregated is not None:
             assert isinstance(aggregated, Mapping)
             options["aggregated"] = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
-        out: dict[str, Tensor] = dict(conv(view, rows_by_type, **options))
+        out = {kind: rows for kind, rows in conv(view, rows_by_type, **options).items() if kind in read}
         if not last or self.lins:
             for kind, rows in out.items():
                 mask_id = _AFTER + _MASK_STRIDE * self.node_types.index(kind)
@@ -372,6 +376,17 @@ def build_model(
         edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
         owned_ids=owned_ids,
     )
+
+
+def _read_types(
+    kinds: Collection[str], edge_types: Sequence[EdgeType], target: str | None, layers: int
+) -> list[Collection[str]]:
+    """For each layer, the node types whose output rows are read later, in order; others are not computed."""
+    read: list[Collection[str]] = [[kind for kind in kinds if target in (None, kind)]]
+    for _ in range(layers - 1):
+        sources = {edge.src for edge in edge_types if edge.dst in read[0]}
+        read.insert(0, [kind for kind in kinds if kind in read[0] or kind in sources])
+    return read
 
 
 def _key(kind: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from gnnfleet.comm.process_lifetime import die_with_parent
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import RunConfig
-from gnnfleet.errors import ConfigError, GnnfleetError, PartitionError, StoreError
+from gnnfleet.errors import GnnfleetError, PartitionError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.assign import assign_nodes
 from gnnfleet.graph.partition.chunk_layout import build_chunk_layout, open_chunk_layouts, write_chunk_layouts
@@ -98,10 +98,6 @@ def ensure_layouts(
     graph: Graph, trained: Graph, config: RunConfig, *, progress: Progress = Progress(), quiet: bool = True
 ) -> Path:
     """Chunk layouts for every degree of graph parallelism that the strategy may choose."""
-    if len(graph.nodes) > 1:
-        raise ConfigError(
-            f"strategy {config.strategy.name} supports one node type, found {', '.join(graph.nodes)}: use sar"
-        )
     method = config.partition or config.strategy.partitioner
     candidates = config.strategy.layout_candidates(config.workers, local_rows_only=config.task != "link")
     folder, trained, stored_graph = _folder(graph, trained, config)

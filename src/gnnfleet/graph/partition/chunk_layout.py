@@ -34,7 +34,7 @@ KIND = "gnnfleet chunks"
 class ChunkLayout:
     """Partitions of C / ``partitions`` chunks each."""
 
-    order: Tensor  # [N] int64: the store id at each position
+    order: Tensor  # [N] int64: the store id at each position, or the number across node types
     starts: Tensor  # [C + 1] int64: the first position of each chunk
     partitions: int
     # (sources of in-edges, destinations of out-edges) in another partition, summed over partitions
@@ -76,9 +76,7 @@ class ChunkLayout:
 def build_chunk_layout(
     graph: Graph, partitions: int, chunks: int, *, method: str = "mincut", progress: Progress | None = None
 ) -> ChunkLayout:
-    """Partition a graph, then each partition into chunks; raises PartitionError for graphs of several node types."""
-    if len(graph.nodes) != 1:
-        raise PartitionError(f"chunks need a graph of one node type, found {', '.join(graph.nodes)}")
+    """Partition a graph, then each partition into chunks; several node types are numbered as one."""
     if chunks % partitions:
         raise PartitionError(f"{chunks} chunks cannot be divided evenly among {partitions} partitions")
     per_partition = chunks // partitions

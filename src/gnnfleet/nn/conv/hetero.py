@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,17 +53,19 @@ class HeteroConv(torch.nn.Module):
         for module in (*self.convs.values(), *self.roots.values()):
             module.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None) -> dict[str, Tensor]:
-        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to one node type."""
-        convs = {kind: self.convs[type_key(kind)] for kind in self.edge_types if only in (None, kind.dst)}
+    def forward(
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to some types."""
+        convs = {kind: self.convs[type_key(kind)] for kind in self.edge_types if only is None or kind.dst in only}
         missing = [str(kind) for kind in convs if kind not in view.edge_types]
         if missing:
             raise ConfigError(f"the layer has edge types that the graph lacks: {', '.join(missing)}")
         attention = {kind: conv for kind, conv in convs.items() if isinstance(conv, AttentionConv)}
-        outs = self._sums(view, x, {kind: conv for kind, conv in convs.items() if kind not in attention}, only)
+        outs = self._sums(view, x, {kind: conv for kind, conv in convs.items() if kind not in attention})
         outs |= self._attention(view, x, attention)
         out: dict[str, Tensor] = {}
-        for kind in [kind for kind in x if only in (None, kind)]:
+        for kind in [kind for kind in x if only is None or kind in only]:
             rows = first_rows(x[kind], view.for_type(kind).num_dst)
             terms = [outs[edge_type] for edge_type in convs if edge_type.dst == kind]
             if type_key(kind) in self.roots:
@@ -72,12 +74,13 @@ class HeteroConv(torch.nn.Module):
         return out
 
     def _sums(
-        self, view: GraphView, x: Mapping[str, Tensor], convs: Mapping[EdgeType, torch.nn.Module], only: str | None
+        self, view: GraphView, x: Mapping[str, Tensor], convs: Mapping[EdgeType, torch.nn.Module]
     ) -> dict[EdgeType, Tensor]:
         reduce = {kind: conv.aggr if isinstance(conv, SAGEConv) else "sum" for kind, conv in convs.items()}
         outs: dict[EdgeType, Tensor] = {}
+        types = {kind.dst for kind in convs}
         for name in dict.fromkeys(reduce.values()):
-            aggregates = view.aggregate_relations(x, reduce=name, into=only)
+            aggregates = view.aggregate_relations(x, reduce=name, into=min(types) if len(types) == 1 else None)
             for kind in [kind for kind in convs if reduce[kind] == name]:
                 outs[kind] = convs[kind](view.for_type(kind.dst), x[kind.dst], aggregated=aggregates[kind])
         return outs
@@ -145,9 +148,11 @@ class HGTConv(torch.nn.Module):
         keys = map("__".join, self.edge_types)
         self.p_rel = torch.nn.ParameterDict({type_key(key): torch.ones(1, heads) for key in keys})
 
-    def forward(self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None) -> dict[str, Tensor]:
-        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to one node type."""
-        types = [kind for kind in x if only in (None, kind)]
+    def forward(
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to some types."""
+        types = [kind for kind in x if only is None or kind in only]
         kinds = [kind for kind in self.edge_types if kind.dst in types]
         rows = {kind: first_rows(x[kind], view.for_type(kind).num_dst) for kind in types}
         attended: dict[str, Tensor] = {}

@@ -22,6 +22,7 @@ from gnnfleet.comm.compression import WireCodec
 from gnnfleet.comm.mesh import coordinates_of_rank, ranks_along
 from gnnfleet.comm.p2p import PendingTransfer, receive, send
 from gnnfleet.comm.world import World
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.nn.base import Aggregate, Model
@@ -31,6 +32,7 @@ from gnnfleet.report.timeline_svg import ChunkSpan
 from gnnfleet.sharded.pipeline.chunked_partition import ChunkedPartition, slot_of_position
 from gnnfleet.sharded.pipeline.history import ChunkView, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import PendingTables, StageHalo, TableShapes, send_tables, table_shapes
+from gnnfleet.sharded.pipeline.typed_chunks import TypedChunkView, join_node_types, open_chunk_view
 from gnnfleet.strategies.batch_inputs import precompute_aggregate, should_cache_aggregate
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.pipe.config import PipeConfig
@@ -127,7 +129,7 @@ class Stage:
     number: int
     partition: int
     precision: str
-    x: Tensor | None = None  # [n, F] features, on the first stage
+    features: Callable[[ChunkView], Any] | None = None  # features of a chunk, by node type if several; first stage
     aggregated: Aggregate | None = None  # of the first layer, if it is cached
     previous_link: StageLink | None = None
     next_link: StageLink | None = None
@@ -156,6 +158,10 @@ class Stage:
         view = view.with_step(training=False)
         (tensors,) = self._receive_inputs([view])
         outputs, last_input = self._run_layers(view, tensors)
+        if isinstance(last_input, Mapping):  # the only layer reads features
+            assert isinstance(view, TypedChunkView)
+            kind: Any = getattr(self.model, "target", None) or next(iter(last_input))
+            last_input = view.join({kind: last_input[kind]})
         if self.next_link is not None:
             self.next_link.send_activations(outputs)
         self._flush()
@@ -165,11 +171,10 @@ class Stage:
         """Input of each chunk: features on the first stage, activations of the previous stage on others."""
         if self.previous_link is not None:
             return self.previous_link.receive_activations([view.num_dst for view in views])
-        assert self.x is not None
-        x = self.x
-        return ([x[view.chunk.span]] for view in views)
+        assert self.features is not None
+        return ([self.features(view)] for view in views)
 
-    def _run_layers(self, view: ChunkView, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def _run_layers(self, view: ChunkView, tensors: Sequence[Any]) -> tuple[list[Tensor], Any]:
         """([output, the carried tensor if any], input of the last layer)."""
         rows: Any = tensors[0]
         carry = tensors[1] if len(tensors) > 1 else None
@@ -178,7 +183,7 @@ class Stage:
             for index in self.layers:
                 last_input = rows
                 aggregated = None if index else self._aggregated_rows(view.chunk.span)
-                rows, carry = self.model.layer(index, view, rows, carry, aggregated=aggregated)
+                rows, carry = run_layer(self.model, index, view, rows, carry, aggregated)
         return [rows] if carry is None else [rows, carry], last_input
 
     def _aggregated_rows(self, rows: slice) -> Aggregate | None:
@@ -199,7 +204,7 @@ class Stage:
         with torch.set_grad_enabled(keeps_graphs):
             for view, inputs in zip(views, self._receive_inputs(views), strict=True):
                 with self._record(spans, view, is_backward=False):
-                    if keeps_graphs and self.x is None:
+                    if keeps_graphs and self.features is None:
                         inputs = [tensor.requires_grad_() for tensor in inputs]
                     outputs, _ = self._run_layers(view, inputs)
                     if self.next_link is not None:
@@ -240,16 +245,37 @@ class Stage:
         spans.append(ChunkSpan(self.number, self.partition, view.slot.slot, view.chunk.number, is_backward, *times))
 
 
-def partition_features(job: Job, partition: ChunkedPartition, rows: slice = slice(None)) -> Tensor:
-    """[·, F] features of rows of a partition, in the precision of the run."""
-    nodes = job.graph.nodes[partition.node_type]
-    x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
-    return x[partition.store_ids[rows]].to(job.dtype)
+def run_layer(
+    model: Model, index: int, view: ChunkView, rows: Any, carry: Tensor | None, aggregated: Aggregate | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer; rows of several node types are one table before and after, but for the features."""
+    if not isinstance(view, TypedChunkView):
+        out, carry = model.layer(index, view, rows, carry, aggregated=aggregated)
+        assert isinstance(out, Tensor)
+        return out, carry
+    by_type: Any = view.split(rows) if isinstance(rows, Tensor) else rows
+    out, carry = model.layer(index, view, by_type, carry)
+    target: Any = getattr(model, "target", None)
+    return view.join({target: out} if isinstance(out, Tensor) else out), carry
+
+
+def chunk_features(job: Job, view: ChunkView) -> Any:
+    """[n, F] features of the rows of a view, in the precision of the run; by node type if there are several."""
+    features = {}
+    for kind, rows in view.nodes.items():
+        nodes = job.graph.nodes[kind]
+        x = torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
+        features[kind] = x[rows.node_ids].to(job.dtype)
+    return features if isinstance(view, TypedChunkView) else next(iter(features.values()))
 
 
 def should_cache_inputs(config: PipeConfig, job: Job) -> bool:
     """True if the first layer's aggregate is cached where the model allows it."""
     option = config.cache_inputs
+    if len(job.graph.nodes) > 1:
+        if option is True:
+            raise ConfigError("strategy pipe caches no aggregates of several node types: remove strategy.cache_inputs")
+        return False
     return should_cache_aggregate(option, job.model, hides=job.task.masks_edges, relations=len(job.graph.edges))
 
 
@@ -275,7 +301,7 @@ class PipelineRank:
         self._partition_world = World()
         if self._shared_parameters:
             self._partition_world = job.world.subgroup(f"pipe/{number}/stages", self._rank_of_stage)
-        self.partition = ChunkedPartition(job.graph, layout, self.partition_number)
+        self.partition = ChunkedPartition(join_node_types(job.graph), layout, self.partition_number)
         self._open(plan.layers[self.stage_number])
 
     def _open(self, layers: range) -> None:
@@ -288,15 +314,15 @@ class PipelineRank:
         )
         reads_remote = grid.chunks_per_partition > 1 or grid.graph_parallel > 1
         self.history = HistoryStore(partition, halo, config.gradient, is_enabled=reads_remote)
-        self._chunk_views = [ChunkView.open(chunk, self.history) for chunk in partition.chunks]
+        self._chunk_views = [open_chunk_view(job.graph, chunk, self.history) for chunk in partition.chunks]
         self._partition_view = (
-            self._chunk_views[0] if grid.is_exact else ChunkView.open(partition.as_one_chunk, self.history)
+            self._chunk_views[0] if grid.is_exact else open_chunk_view(job.graph, partition.as_one_chunk, self.history)
         )
         no_history = HistoryStore(partition, exact_halo, is_enabled=False)
         self._inference_view = self._partition_view.in_slot(self._joint_slot(-1), no_history)
-        x, aggregated = (None, None) if self.stage_number else self._load_inputs()
-        number, precision = self.stage_number, job.precision
-        stage = Stage(job.model, layers, number, self.partition_number, precision, x=x, aggregated=aggregated)
+        features, aggregated = (None, None) if self.stage_number else self._load_inputs()
+        number, place = self.stage_number, (self.partition_number, job.precision)
+        stage = Stage(job.model, layers, number, *place, features=features, aggregated=aggregated)
         self.stage, self._inference_stage = self._linked(stage, codec), self._linked(stage, exact)
 
     def _linked(self, stage: Stage, codec: WireCodec) -> Stage:
@@ -305,15 +331,23 @@ class PipelineRank:
         next_link = None if self.is_last else StageLink(world, ranks[number + 1], codec)
         return replace(stage, previous_link=previous_link, next_link=next_link)
 
-    def _load_inputs(self) -> tuple[Tensor, Aggregate | None]:
-        """(features, their aggregate if it is cached)."""
-        x = partition_features(self._job, self.partition)
+    def _load_inputs(self) -> tuple[Callable[[ChunkView], Any], Aggregate | None]:
+        """(features by chunk, their aggregate if it is cached)."""
+        x = chunk_features(self._job, self._partition_view)
         aggregated: Aggregate | None = None
         if should_cache_inputs(self._config, self._job):
             self._inference_view.history.begin()
             view = self._inference_view.with_step(training=False)
             aggregated = precompute_aggregate(self._config.cache_inputs, self._job.model, view, x)
-        return x, aggregated
+        rows = self._partition_view.rows if isinstance(self._partition_view, TypedChunkView) else {}
+
+        def features(view: ChunkView) -> Any:
+            if not rows:
+                return x[view.chunk.span]
+            ends = torch.tensor([view.chunk.low, view.chunk.high])
+            return {kind: x[kind][slice(*torch.searchsorted(rows[kind], ends).tolist())] for kind in rows}
+
+        return features, aggregated
 
     @property
     def is_last(self) -> bool:
@@ -322,14 +356,15 @@ class PipelineRank:
     @cached_property
     def task(self) -> Task:
         """The items of this partition, for the last stage."""
-        return self._job.task.shard(self._stage_world, {self.partition.node_type: self.partition.store_ids})
+        ids = {kind: rows.node_ids for kind, rows in self._partition_view.nodes.items()}
+        return self._job.task.shard(self._stage_world, ids)
 
-    def rows_of(self, ids: Tensor) -> Tensor:
-        """Rows of store ids; those of other partitions are outside of 0 … n − 1."""
-        return self.layout.position[ids] - self.partition.low
+    def rows_of(self, kind: str, ids: Tensor) -> Tensor:
+        """Rows of store ids of a node type; those of other partitions are outside of 0 … n − 1."""
+        return self.layout.position[ids + self._job.graph.node_offsets.get(kind, 0)] - self.partition.low
 
     def row_lookup(self, out: Tensor) -> RowLookup:
-        return lambda kind, ids: take_rows(out, self.rows_of(ids)).to(self._job.dtype)
+        return lambda kind, ids: take_rows(out, self.rows_of(kind, ids)).to(self._job.dtype)
 
     def loss_fn(self, epoch: int, key: DrawKey, count: int) -> LossFn:
         """The loss of a step, divided by the number of items of all partitions."""

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -24,10 +25,12 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.nn.base import Aggregate
+from gnnfleet.nn.model import GNN
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.sharded.pipeline.chunked_partition import Chunk, ChunkedPartition
 from gnnfleet.sharded.pipeline.history import ChunkView, HistoryStore, PipelineSlot
 from gnnfleet.sharded.pipeline.stage_halo import StageHalo
+from gnnfleet.sharded.pipeline.typed_chunks import join_node_types, open_chunk_view
 from gnnfleet.strategies.estimates import MEMORY_SLACK, CostEstimate, PlanningContext
 from gnnfleet.strategies.job import Job, autocast
 from gnnfleet.strategies.pipe.config import PipeConfig
@@ -39,7 +42,7 @@ from gnnfleet.strategies.pipe.grid_planner import (
     estimate_grid,
     feasible_grids,
 )
-from gnnfleet.strategies.pipe.pipeline_rank import partition_features, should_cache_inputs
+from gnnfleet.strategies.pipe.pipeline_rank import chunk_features, run_layer, should_cache_inputs
 from gnnfleet.strategies.step_costs import WeightBytes, evaluation_bytes, trace_full_batch
 
 MAX_SAMPLE_ROWS, MAX_SAMPLE_EDGES = 40_000, 1_000_000
@@ -80,10 +83,17 @@ class CpuShare:
         return max(self.threads, min(self.cores, self.threads_sharing))
 
 
+def check_types(job: Job) -> None:
+    """Raise ConfigError for a graph of several node types unless the model has verbs for them."""
+    if len(job.graph.nodes) > 1 and not isinstance(job.model, GNN):
+        types = ", ".join(job.graph.nodes)
+        raise ConfigError(f"strategy pipe trains built-in models on several node types, found {types}: use sar")
+
+
 def chunk_loads(graph: Graph, layout: ChunkLayout) -> list[int]:
     """Rows plus in-edges of every chunk."""
     load = torch.ones(len(layout.order), dtype=torch.int64)
-    for edges in graph.edges.values():
+    for edges in join_node_types(graph).edges.values():
         load += edges.in_degree()
     before = torch.cat([load.new_zeros(1), load[layout.order].cumsum(0)])
     loads: list[int] = before[layout.starts].diff().tolist()
@@ -123,7 +133,7 @@ def profile_model(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuSha
 def _profile_layers(config: PipeConfig, job: Job, layout: ChunkLayout, cpu: CpuShare) -> ModelCost:
     """Time the layers on a chunk of the largest partition and on one row of it. Gradients and modes are reset."""
     rows = layout.starts[:: layout.chunks_per_partition].diff()
-    partition = ChunkedPartition(job.graph, layout, int(rows.argmax()))
+    partition = ChunkedPartition(join_node_types(job.graph), layout, int(rows.argmax()))
     sample = _sample_chunk(partition)
     row = Chunk(partition, sample.low, min(sample.low + 1, sample.high), -2)
     sample_costs, row_costs, speedup = _time_layers(config, job, sample), _time_layers(config, job, row), 1.0
@@ -168,8 +178,8 @@ def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[LayerCost]:
     """Run each layer on the output of the previous one, with zeros for remote rows; ``base`` is their time."""
     partition, codec, model = chunk.partition, WireCodec(config.wire_dtype), job.model
     halo = StageHalo(World(), partition, codec)
-    view = ChunkView.open(chunk, HistoryStore(partition, halo))
-    tensors = [partition_features(job, partition, chunk.span)]
+    view = open_chunk_view(job.graph, chunk, HistoryStore(partition, halo))
+    tensors = [chunk_features(job, view)]
     aggregated: Aggregate | None = None
     if should_cache_inputs(config, job):
         view.history.begin()
@@ -195,13 +205,13 @@ def _time_layers(config: PipeConfig, job: Job, chunk: Chunk) -> list[LayerCost]:
 
 
 def _run_layer(
-    job: Job, index: int, view: ChunkView, tensors: Sequence[Tensor], aggregated: Aggregate | None
+    job: Job, index: int, view: ChunkView, tensors: Sequence[Any], aggregated: Aggregate | None
 ) -> list[Tensor]:
     """Forward and backward from ones; (output, carry if any)."""
-    rows, *carry = (tensor.detach().requires_grad_(index > 0) for tensor in tensors)
+    rows, *carry = (tensor.detach().requires_grad_() for tensor in tensors) if index else tensors
     with autocast(job.precision):
         view = view.with_step(key=DrawKey())
-        layer = job.model.layer(index, view, rows, carry[0] if carry else None, aggregated=aggregated)
+        layer = run_layer(job.model, index, view, rows, carry[0] if carry else None, aggregated)
     outputs = [tensor for tensor in layer if isinstance(tensor, Tensor)]
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
@@ -217,8 +227,7 @@ def estimate(config: PipeConfig, context: PlanningContext) -> list[CostEstimate]
     """An estimate for every feasible grid."""
     job, workers = context.job, context.workers
     config.check_task(job.task)
-    if len(job.graph.nodes) > 1:
-        raise ConfigError(f"strategy pipe trains on one node type, found {', '.join(job.graph.nodes)}: use sar")
+    check_types(job)
     layouts = context.layouts(config)
     cpu = CpuShare.detect(job.world)
     model: ModelCost = context.cached("pipe", lambda: profile_model(config, job, layouts[-1], cpu))
@@ -262,10 +271,9 @@ def _memory(config: PipeConfig, context: PlanningContext, model: ModelCost, grid
     widening = itemsize // 2 if config.wire_dtype == "bf16" else 1  # rows are sent narrower than they are stored
     tables = widening * sum(model.layers[index].forward_bytes for index in stage) * (rows + halo)
     history = tables * (2 if grid.chunks_per_partition > 1 else 1 if grid.graph_parallel > 1 else 0)
-    x = graph.nodes[next(iter(graph.nodes))].x
-    width = 0 if x is None else int(x.shape[1])
+    num_features = sum(table.x.numel() for table in graph.nodes.values() if table.x is not None) / grid.graph_parallel
     aggregates = len(graph.edges) if should_cache_inputs(config, job) else 1  # one for every edge type
-    features = rows * width * itemsize * (2 + aggregates if stage.start == 0 else 1)
+    features = num_features * itemsize * (2 + aggregates if stage.start == 0 else 1)
     structure = graph.num_edges * (BYTES_PER_GRAPH_EDGE + BYTES_PER_PARTITION_EDGE / grid.graph_parallel)
     peak = max(MEMORY_SLACK * activations + history, evaluation_bytes(job, rows, layerwise=False))
     base = context.shared_profile.base_memory

@@ -35,7 +35,7 @@ from gnnfleet.strategies.pipe.grid_planner import (
     feasible_grids,
 )
 from gnnfleet.strategies.pipe.pipeline_rank import PipelineRank
-from gnnfleet.strategies.pipe.profile import CpuShare, chunk_loads, profile_cluster, profile_model
+from gnnfleet.strategies.pipe.profile import CpuShare, check_types, chunk_loads, profile_cluster, profile_model
 from gnnfleet.strategies.pipe.schedule import bubble_share
 from gnnfleet.strategies.protocol import RANK_LOCAL, Prediction, Reporting, State, StepRecord
 from gnnfleet.tasks.base import RowLookup, Scores
@@ -49,6 +49,7 @@ class PipeStrategy(Reporting):
 
     def __init__(self, config: PipeConfig, job: Job) -> None:
         config.check_task(job.task)
+        check_types(job)
         self._config, self._job, self._world = config, job, job.world
         self._uncounted = job.world.uncounted()  # for messages that are not part of training
         self.model = job.model
@@ -239,18 +240,24 @@ class PipeStrategy(Reporting):
         return dict(all_gather_json(self._uncounted, measures)[self._output_rank])
 
     def predict(self, *, embeddings: bool = False) -> Prediction:
-        count = self._job.graph.num_nodes if self._world.is_first else 0
+        count = self._job.graph.nodes[self._predicted_type].count if self._world.is_first else 0
         return self.predict_nodes(torch.arange(count), embeddings=embeddings)
 
     def predict_nodes(self, ids: Tensor, *, embeddings: bool = False) -> Prediction:
         logits, inputs = self._outputs()
-        return Prediction(self._fetch(logits, ids), self._fetch(inputs, ids) if embeddings else None)
+        kind = self._predicted_type
+        return Prediction(self._fetch(logits, kind, ids), self._fetch(inputs, kind, ids) if embeddings else None)
+
+    @property
+    def _predicted_type(self) -> str:
+        graph = self._job.graph
+        return graph.labelled_type or next(iter(graph.nodes))
 
     def exact_lookup(self) -> RowLookup:
         out = self._outputs()[0]
-        return lambda kind, ids: self._fetch(out, ids)
+        return lambda kind, ids: self._fetch(out, kind, ids)
 
-    def _fetch(self, rows: Tensor, ids: Tensor) -> Tensor:
+    def _fetch(self, rows: Tensor, kind: str, ids: Tensor) -> Tensor:
         """Collective. Rows by store id from the ranks of the last stage, whose partitions have ``rows``."""
         ids_by_rank = all_gather_rows(self._uncounted, ids)
         all_ids = torch.cat(ids_by_rank)
@@ -258,7 +265,7 @@ class PipeStrategy(Reporting):
         fetched = torch.zeros(len(all_ids), width, dtype=self._job.dtype)
         rank = self._pipeline_rank
         if rank is not None and rank.is_last:
-            rows_of_ids = rank.rows_of(all_ids)
+            rows_of_ids = rank.rows_of(kind, all_ids)
             local = ((rows_of_ids >= 0) & (rows_of_ids < len(rows))).nonzero()[:, 0]
             fetched[local] = rows[rows_of_ids[local]].to(fetched.dtype)
         start = sum(map(len, ids_by_rank[: self._world.rank]))
