@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.nn.heads import NodeHead
-from gnnfleet.nn.metrics import mean_roc_auc, roc_auc
+from gnnfleet.nn.metrics import mean_over_columns, roc_auc
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
@@ -23,7 +23,7 @@ def test_auc_counts_pairs(rows: list[tuple[int, bool]]) -> None:
     if wins:
         assert math.isclose(roc_auc(score, truth), sum(wins) / len(wins), abs_tol=1e-12)
     else:
-        assert math.isnan(mean_roc_auc(score[:, None], truth.long()[:, None]))
+        assert math.isnan(mean_over_columns(roc_auc, score[:, None], truth.long()[:, None]))
 
 
 def test_cross_entropy_is_a_sum_over_labelled_rows() -> None:

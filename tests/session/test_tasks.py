@@ -93,7 +93,7 @@ def test_values_come_back_from_other_formats(tables: Path, tmp_path: Path) -> No
     record = gf.train(whole, objective="regression", loss="l1", epochs=2, quiet=True, strategy="sar", workers=1)
     assert record.metrics["name"] == "mae" and isinstance(record.predict()[0], float)
     for bad, message in (
-        ({"objective": "classification"}, "have fractions"),
+        ({"objective": "classification"}, "which have fractions"),
         ({"class_weights": "balanced"}, "these labels are values"),
         ({"split": "20-per-class"}, "found values"),
     ):

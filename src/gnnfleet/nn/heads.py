@@ -53,6 +53,8 @@ class NodeHead:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
+    is_labelled = staticmethod(labelled_rows)
+
     def __post_init__(self) -> None:
         auto = "mae" if self.regression else "micro_f1" if self.multilabel else "accuracy"
         names = tuple(dict.fromkeys(auto if name == "auto" else name for name in self.metrics)) or (auto,)
@@ -74,10 +76,6 @@ class NodeHead:
     def name(self) -> str:
         """The metric that decides which epoch is best."""
         return self.metrics[0]
-
-    def is_labelled(self, y: Tensor) -> Tensor:
-        """[n] bool: rows that have a label."""
-        return labelled_rows(y)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Sum over labelled rows; a row of several labels or values contributes the mean over its known ones.
@@ -104,7 +102,7 @@ class NodeHead:
 
     def total_weight(self, y: Tensor) -> float:
         """Sum of the class weights of labelled rows; their number without weights by class."""
-        labelled = y[self.is_labelled(y)]
+        labelled = y[labelled_rows(y)]
         if not self.class_weights or self.multilabel:
             return float(len(labelled))
         return float(torch.tensor(self.class_weights, dtype=torch.float64)[labelled].sum())
@@ -122,7 +120,7 @@ class NodeHead:
 
     def metric(self, logits: Tensor, y: Tensor) -> MetricState:
         """Metric state of some rows; unlabelled rows do not count."""
-        rows = self.is_labelled(y)
+        rows = labelled_rows(y)
         logits, y = logits.detach()[rows], y[rows]
         guess = self.predict(logits.double() if self.regression else logits)
         if self.regression:

@@ -63,7 +63,7 @@ def compute_metric(name: str, state: MetricState) -> float:
     """Value of a metric; nan without rows, or where it is not defined."""
     if name in SCORE_METRICS:
         assert state.score is not None and state.truth is not None
-        return _mean_over_columns(roc_auc if name == "roc_auc" else _average_precision, state.score, state.truth)
+        return mean_over_columns(_SCORES[name], state.score, state.truth)
     if name == "accuracy":
         return float(state.rows[0] / state.rows[1])
     if name in VALUE_METRICS:
@@ -95,7 +95,7 @@ def class_report(counts: Tensor) -> dict[str, Any]:
     return {**report, **({"confusion": counts[3:].long().tolist()} if len(counts) > 3 else {})}
 
 
-def _mean_over_columns(metric: Callable[[Tensor, Tensor], float], score: Tensor, truth: Tensor) -> float:
+def mean_over_columns(metric: Callable[[Tensor, Tensor], float], score: Tensor, truth: Tensor) -> float:
     """Mean over the columns whose known rows have both classes; nan without such columns."""
     values = []
     for column in range(score.shape[1]):
@@ -104,11 +104,6 @@ def _mean_over_columns(metric: Callable[[Tensor, Tensor], float], score: Tensor,
         if bool(labels.any()) and not bool(labels.all()):
             values.append(metric(score[mask, column], labels))
     return sum(values) / len(values) if values else float("nan")
-
-
-def mean_roc_auc(score: Tensor, truth: Tensor) -> float:
-    """Mean AUC over columns with both classes."""
-    return _mean_over_columns(roc_auc, score, truth)
 
 
 def roc_auc(score: Tensor, positive: Tensor) -> float:
@@ -120,5 +115,4 @@ def roc_auc(score: Tensor, positive: Tensor) -> float:
     return float((total - positives * (positives + 1) / 2) / (positives * negatives))
 
 
-def _average_precision(score: Tensor, positive: Tensor) -> float:
-    return average_precision(score[positive], score[~positive])
+_SCORES = {"roc_auc": roc_auc, "ap": lambda score, positive: average_precision(score[positive], score[~positive])}

@@ -87,7 +87,6 @@ class ValidatedRun:
 def validate(graph: Graph, config: RunConfig, owned_ids: OwnedIds = None) -> ValidatedRun:
     """Make every check that is possible before a strategy is built; raises ConfigError or InputError."""
     _check_features(graph, config)
-    _check_class_weights(config)
     if config.task == "link":
         run = _validated_links(graph, config, owned_ids, training=True)
     else:
@@ -100,20 +99,21 @@ def validate(graph: Graph, config: RunConfig, owned_ids: OwnedIds = None) -> Val
         run = _validated_nodes(graph, config, output, owned_ids)
     if not len(run.task.items("train")):
         raise ConfigError("the training split has no labelled nodes: choose another --split, as 0.6/0.2/0.2")
-    _check_patience(run.task, config, "links" if config.task == "link" else "nodes")
+    _check_training(run.task, config, "links" if config.task == "link" else "nodes")
     return run
 
 
 def validate_events(graph: Graph, config: RunConfig) -> tuple[EventTask, TemporalModel, Tensor | None]:
     """``validate`` for events: (task, model, [V, S] node features)."""
-    _check_class_weights(config)
     task, model, features = build_events(graph, config)
-    _check_patience(task, config, "events")
+    _check_training(task, config, "events")
     return task, model, features
 
 
-def _check_patience(task: NodeTask | LinkTask | EventTask, config: RunConfig, unit: str) -> None:
+def _check_training(task: NodeTask | LinkTask | EventTask, config: RunConfig, unit: str) -> None:
     train = config.train
+    if unit != "nodes" and train.class_weights != "none":
+        raise ConfigError("train.class_weights weighs classes of nodes: leave it out, or use --task node")
     if (train.patience or train.schedule == "plateau") and not len(task.items("val")):
         option, other = ("patience", "patience=0") if train.patience else ("schedule=plateau", "schedule=cosine")
         raise ConfigError(
@@ -121,11 +121,6 @@ def _check_patience(task: NodeTask | LinkTask | EventTask, config: RunConfig, un
         )
     if train.schedule == "plateau" and config.spec.execution == "supervised":
         raise ConfigError("trainers do not know the val metric, which train.schedule=plateau needs: use cosine or step")
-
-
-def _check_class_weights(config: RunConfig) -> None:
-    if config.task != "node" and config.train.class_weights != "none":
-        raise ConfigError("train.class_weights weighs classes of nodes: leave it out, or use --task node")
 
 
 def build(graph: Graph, config: RunConfig, *, context: RankContext | None = None) -> BuiltRun:

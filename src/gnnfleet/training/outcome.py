@@ -18,12 +18,12 @@ _EXPLODED, _HIGH = 10.0, 1.05  # multiples of the loss of a constant prediction
 Rows = Sequence[Mapping[str, Any]]
 
 
-def judge_run(task: object, config: RunConfig, rows: Rows, metrics: Mapping[str, Any]) -> tuple[str | None, bool]:
+def judge_run(task: object, config: RunConfig, rows: Rows, metrics: Mapping[str, Any]) -> tuple[str, bool]:
     """(remark for the user, True if nothing was learnt). Short runs are not judged."""
     if isinstance(task, LinkTask):
         return _tied_scores(task, config, rows), False
     if not isinstance(task, NodeTask) or len(rows) < _MIN_EPOCHS:
-        return None, False
+        return "", False
     loss, constant = rows[-1]["train_loss"], task.constant("train")["loss"]
     exploded = loss > _EXPLODED * max(constant, rows[0]["train_loss"])
     is_high = exploded or (loss > _HIGH * constant and len(rows) >= _ENOUGH_EPOCHS)
@@ -33,27 +33,21 @@ def judge_run(task: object, config: RunConfig, rows: Rows, metrics: Mapping[str,
     split = next((split for split in ("test", "val") if metrics[split] is not None), None)
     if is_high and split is not None:
         scores, value = task.constant(split), metrics[split]
-        if not _is_better(task.metric, value, scores[task.metric], scores["count"]):
+        best, chance = scores[task.metric], 1 / math.sqrt(max(scores["count"], 1))
+        if not (value < best if task.metric in LOWER_IS_BETTER else value > best + chance or math.isnan(best)):
             return (
                 f"nothing was learnt: {split} {task.metric} {value:.4g} is no better than a constant prediction "
-                f"({scores[task.metric]:.4g}), and so is the train loss {loss:.4g} ({constant:.4g}): {advice}"
+                f"({best:.4g}), and so is the train loss {loss:.4g} ({constant:.4g}): {advice}"
             ), True
     if loss > _EXPLODED * constant:
         return f"The train loss ended at {loss:.4g}; that of a constant prediction is {constant:.4g}: {advice}", False
     return _one_class(metrics.get(PER_CLASS)), False
 
 
-def _is_better(metric: str, value: float, constant: float, count: float) -> bool:
-    """True if a value differs from that of a constant prediction by more than chance in ``count`` nodes."""
-    if metric in LOWER_IS_BETTER:
-        return value < constant
-    return not value <= constant + 1 / math.sqrt(max(count, 1))
-
-
-def _one_class(report: Mapping[str, Any] | None) -> str | None:
+def _one_class(report: Mapping[str, Any] | None) -> str:
     predicted = [i for i, count in enumerate(report["predicted"]) if count] if report else []
     if report is None or len(predicted) != 1 or sum(map(bool, report["support"])) < 2:
-        return None
+        return ""
     name, total = report["classes"][predicted[0]], sum(report["support"])
     return (
         f"All {total:,} test nodes are predicted as class {name}, which {report['support'][predicted[0]]:,} of them "
@@ -61,13 +55,13 @@ def _one_class(report: Mapping[str, Any] | None) -> str | None:
     )
 
 
-def _tied_scores(task: LinkTask, config: RunConfig, rows: Rows) -> str | None:
+def _tied_scores(task: LinkTask, config: RunConfig, rows: Rows) -> str:
     """A remark if a link model scores all candidates alike; its metric alone does not show that."""
     tied = task.tied_val_metric
     last = next((row["val"] for row in reversed(rows) if row.get("val") is not None), None)
     # A random order of candidates gives a higher metric than ties, so this is not a model that learns slowly.
     if tied is None or last is None or not math.isclose(last, tied, rel_tol=0.01):
-        return None
+        return ""
     return (
         f"All candidates have nearly the same score in the last evaluation (val {task.metric} {last:.3g}): try a "
         f"smaller train.lr (now {config.train.lr:g}), or scale the features."

@@ -90,17 +90,8 @@ class OutputSchema:
 
     def head(self, train: TrainConfig) -> NodeHead:
         """Loss and metrics of the output."""
-        return NodeHead(
-            self.num_classes,
-            self.multilabel,
-            train.metrics,
-            train.label_smoothing,
-            regression=self.regression,
-            value_loss=train.loss,
-            class_weights=self.class_weights,
-            mean=self.mean,
-            std=self.std,
-        )
+        statistics = (self.regression, train.loss, self.class_weights, self.mean, self.std)
+        return NodeHead(self.num_classes, self.multilabel, train.metrics, train.label_smoothing, *statistics)
 
     def unlabelled(self, count: int) -> Tensor:
         """Labels of nodes that have none."""
@@ -278,13 +269,9 @@ def with_objective(graph: Graph, train: TrainConfig) -> Graph:
     if target is None or objective == "auto" or (objective == "regression") == graph.nodes[target].regression:
         return graph
     nodes = graph.nodes[target]
-    if objective == "classification":
-        raise ConfigError("train.objective=classification needs class numbers, and these labels have fractions")
-    assert nodes.y is not None
-    if nodes.classes and not nodes.multilabel:
-        raise ConfigError(
-            f"train.objective=regression needs numbers, and labels are names such as {nodes.classes[0]!r}"
-        )
+    if nodes.y is None or nodes.regression or (nodes.classes and not nodes.multilabel):
+        kind = "have fractions" if nodes.regression else f"are names such as {nodes.classes[0]!r}"
+        raise ConfigError(f"train.objective={objective} does not fit these labels, which {kind}: leave it out")
     return graph.with_nodes(target, y=as_values(nodes.y))
 
 

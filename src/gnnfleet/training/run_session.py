@@ -74,12 +74,10 @@ def run_session(
         versions=versions(),
     )
     if uncounted.is_first:
-        remark, learnt_nothing = judge_run(built.task, config, rows, record.metrics)
-        record = replace(record, failure=remark if remark and learnt_nothing else "")
-        if remark and directory is not None:
-            directory.log(remark, quiet=quiet or learnt_nothing)
-        elif remark:
-            print_note(remark, quiet=quiet or learnt_nothing)
+        remark, failed = judge_run(built.task, config, rows, record.metrics)
+        record = replace(record, failure=remark if failed else "")
+        if remark:
+            (print_note if directory is None else directory.log)(remark, quiet=quiet or failed)
     if directory is not None and traces:
         if config.spec.execution == "supervised":
             write_spans(built.world.clock, directory.path, "coordinator")

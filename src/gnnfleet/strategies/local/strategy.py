@@ -64,7 +64,7 @@ class LocalStrategy(Reporting):
             self._aggregated, self.__dict__["_x"] = concat_columns(self._aggregated, self._x)
         self._cached_outputs: tuple[Any, Any] | None = None  # exact output and last input of the current weights
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return max(1, count_batches(len(self._job.task.train_items(self._job.seed, 0)), self._config.batch_size))
 

@@ -93,7 +93,7 @@ class MacrobatchStrategy(PartitionedStrategy):
             if isinstance(module, NodeEmbedding) and module.ids is not None:
                 module.fetch = view.for_type(module.kind if module.kind in view.nodes else self._target).gather_rows
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return max(1, count_batches(len(self._job.task.train_items(self._job.seed, 0)), self._config.batch))
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -102,7 +103,7 @@ class TemporalStrategy(Reporting):
     def relation(self) -> str:
         return self._config.relation
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return max(1, self.scheduler.schedule.start(1) - self.scheduler.schedule.start(0))
 

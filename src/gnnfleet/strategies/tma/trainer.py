@@ -46,7 +46,7 @@ class LocalTraining:
     embeddings: dict[str, Tensor]  # {parameter name: [n] store ids of its first rows}; rows of remote nodes may follow
     set_remote_rows: Callable[[Tensor], None]  # rows of nodes of all partitions, as additional negatives
     count_items: Callable[[int], int]  # items to train on in an epoch
-    learning_rate: Callable[[int], float] | None = None  # of a round
+    learning_rate: Callable[[int], float]  # of a round
 
 
 AssignmentKey = tuple[str, tuple[int, ...]]
@@ -185,8 +185,7 @@ class Trainer:
         if self._config.optimizer == "reset" or self._diverged:
             optimizer = {}
         strategy.load_state_dict({"model": weights, "optimizer": optimizer})
-        if work.local.learning_rate is not None:
-            strategy.set_learning_rate(work.local.learning_rate(start.state.round))
+        strategy.set_learning_rate(work.local.learning_rate(start.state.round))
         if start.remote is not None:  # prefetched batches have the rows of the previous round
             work.records.close()
             work.local.set_remote_rows(start.remote)
