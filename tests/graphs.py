@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,11 @@ def event_stream(
         msg=None if msg is None else msg[order],
         y=None if y is None else y[order],
     )
+
+
+def scores_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Loss, count and metrics, without measures per class."""
+    return {name: score for name, score in evaluation.items() if isinstance(score, float)}
 
 
 def assert_same_checkpoint(path: Path, other_path: Path) -> None:
