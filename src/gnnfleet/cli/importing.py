@@ -117,6 +117,20 @@ def import_graph(
     edge_label: Annotated[
         str | None, _column("--edge-label", "Edge labels, in the same form; or none.", "PATTERNS")
     ] = None,
+    category: Annotated[
+        str | None,
+        _column(
+            "--category",
+            "Columns of categories, of nodes: a feature of 0 or 1 for each of up to 64 values, else hashed.",
+            "PATTERNS",
+        ),
+    ] = None,
+    standardize: Annotated[
+        bool, _rule("--standardize", "Subtract the mean of each feature and divide by its deviation; not of lists.")
+    ] = False,
+    like: Annotated[
+        str | None, _rule("--like", "Prepare features as in this store: same means, deviations, categories.", "STORE")
+    ] = None,
     columns: Annotated[
         str | None,
         _column("--columns", "Column names of CSV tables without a header line, for example src,dst,time.", "NAMES"),
@@ -166,7 +180,7 @@ def import_graph(
     from gnnfleet.report.progress import make_progress
 
     node_columns = {"columns": columns, "id": id_column, "label": label, "value": value}
-    node_columns |= {"split": split_column, "features": features}
+    node_columns |= {"split": split_column, "features": features, "category": category}
     edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
     edge_columns |= {"features": edge_features, "label": edge_label}
     rules: dict[str, Any] = {
@@ -179,6 +193,8 @@ def import_graph(
         "seed": seed,
         "memory": memory,
         "name": name,
+        "standardize": standardize,
+        "like": like,
     }
     with make_progress(quiet) as progress:
         if sources and _is_graph_file(sources):
@@ -318,6 +334,8 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
     for kind, columns in unused.items():
         if columns:
             remarks.print_note(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+    for remark in report.remarks:
+        remarks.print_note(remark, quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):
         remarks.print_note("this store has no edges: import a table of edges too if there is one", quiet=quiet)
     changed = [f"{name.replace('_', ' ')} {count:,}" for name, count in report.cleaned.items() if count]

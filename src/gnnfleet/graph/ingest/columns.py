@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from gnnfleet.errors import InputError
 from gnnfleet.graph.graph import ColumnGroups
@@ -19,6 +20,9 @@ _INTEGER = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|UINTEGER")
 _FLOATING = re.compile(r"FLOAT|DOUBLE|DECIMAL\(.*\)")
 _LIST = re.compile(r"(.*)\[\d*\]")
 _SAMPLE_ROWS = 1000
+MAX_ONE_HOT = 64
+"""Number of values of a category that get a column each; with more, values are hashed into ``HASHED_WIDTH`` columns."""
+HASHED_WIDTH = 64
 _VALUES_PER_BATCH = 1 << 23  # feature values in a batch: 32 MiB
 
 
@@ -116,6 +120,13 @@ class FeatureSource:
     columns: tuple[tuple[str, int | None], ...]
     dtype: str
     option: str = "features"
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, deviation) of standardised columns
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # values of one-hot columns; (): hashed
+
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """The numbers and values that prepare the same columns of another table, for the manifest of a store."""
+        return {"scales": dict(self.scales), "categories": dict(self.categories)}
 
     @property
     def width(self) -> int:
@@ -128,7 +139,14 @@ class FeatureSource:
     @property
     def sizes(self) -> ColumnGroups:
         """Columns as a store describes them: a scalar column is one feature."""
-        return tuple((column, 1 if width is None else width) for column, width in self.columns)
+        groups: list[tuple[str, int]] = []
+        for column, width in self.columns:
+            if column in self.categories:  # names tell apart what another preparation would mix
+                values = self.categories[column]
+                groups += [(f"{column}={value}", 1) for value in values] or [(f"{column} (hashed)", HASHED_WIDTH)]
+            else:
+                groups.append((f"{column} (standardized)" if column in self.scales else column, width or 1))
+        return tuple(groups)
 
     @property
     def rows_per_batch(self) -> int:
@@ -139,16 +157,102 @@ class FeatureSource:
 
     def select(self) -> list[str]:
         """SQL of each column as FLOAT or FLOAT[]; NULL for values that are no numbers."""
-        return [f"try_cast({sql.sql_name(c)} AS FLOAT{'' if width is None else '[]'})" for c, width in self.columns]
+        return [self._select(column, is_list=width is not None) for column, width in self.columns]
+
+    def _select(self, column: str, *, is_list: bool) -> str:
+        cell = sql.sql_name(column)
+        if column in self.categories:
+            values = self.categories[column]
+            if values:
+                tests = (f"coalesce({cell}::VARCHAR = {sql.sql_string(value)}, false)" for value in values)
+            else:
+                bucket = f"('0x' || left(md5({cell}::VARCHAR), 8))::BIGINT % {HASHED_WIDTH}"
+                tests = (f"coalesce({bucket} = {number}, false)" for number in range(HASHED_WIDTH))
+            return f"[{', '.join(f'{test}::FLOAT' for test in tests)}]"
+        if column in self.scales:
+            mean, deviation = self.scales[column]
+            return f"((try_cast({cell} AS DOUBLE) - {mean!r}) * {1 / deviation if deviation else 0.0!r})::FLOAT"
+        return f"try_cast({cell} AS FLOAT{'[]' if is_list else ''})"
 
     def checks(self) -> list[RowCheck]:
-        return [feature_check(column, self.dtype, width=width, option=self.option) for column, width in self.columns]
+        return [
+            feature_check(column, "float32" if column in self.scales else self.dtype, width=width, option=self.option)
+            for column, width in self.columns
+            if column not in self.categories
+        ]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Treatment of feature columns: ``category`` patterns become one-hot, other numbers are perhaps standardised.
+
+    ``like`` has the preparation of the same type in another store, whose numbers and values are used.
+    """
+
+    standardize: bool = False
+    category: str | None = None
+    like: Mapping[str, Any] | None = None
 
 
 def find_features(
-    source: TableSource, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str = "features"
+    source: TableSource,
+    patterns: str | None,
+    *,
+    used: Iterable[str | None],
+    dtype: str,
+    option: str = "features",
+    preparation: Preparation = Preparation(),
 ) -> FeatureSource:
-    """Find the chosen feature columns, or all columns of numbers that have no other role."""
+    """Find the chosen feature columns, or all columns of numbers that have no other role, and prepare them."""
+    like = preparation.like
+    if like is not None:
+        categories = {column: tuple(values) for column, values in like["categories"].items()}
+    else:
+        columns = match_columns(source, preparation.category, "category") if preparation.category else []
+        categories = {column: _categories(source, column) for column in columns}
+    roles = [column for column in used if column]
+    if wrong := [column for column in categories if column in roles or column not in source.types]:
+        reason = "has another use" if wrong[0] in roles else "is missing"
+        raise InputError(f"{source.shown}: the column {wrong[0]!r} of --category {reason}: choose another")
+    numbers = _find_numbers(source, patterns, used=[*roles, *categories], dtype=dtype, option=option)
+    scalars = [column for column, width in numbers.columns if width is None]
+    if like is not None:
+        scales = {column: (float(mean), float(deviation)) for column, (mean, deviation) in like["scales"].items()}
+        if missing := [column for column in scales if column not in scalars]:
+            raise InputError(f"{source.shown}: the store of --like has a feature {missing[0]!r}, this table has none")
+    else:
+        scales = _scales(source, scalars) if preparation.standardize else {}
+    one_hot = tuple((column, len(values) or HASHED_WIDTH) for column, values in categories.items())
+    return replace(numbers, columns=numbers.columns + one_hot, scales=scales, categories=categories)
+
+
+def _categories(source: TableSource, column: str) -> tuple[str, ...]:
+    """The values of a column in order; () if there are too many for a column each."""
+    cell = f"{sql.sql_name(column)}::VARCHAR"
+    values = source.duck.rows(
+        f"SELECT DISTINCT v FROM ({source.scan(f'{cell} AS v')}) WHERE v <> '' ORDER BY v LIMIT {MAX_ONE_HOT + 1}"
+    )
+    if not values:
+        raise InputError(f"{source.shown}: column {column!r} has no values: leave it out of --category")
+    return tuple(value for (value,) in values) if len(values) <= MAX_ONE_HOT else ()
+
+
+def _scales(source: TableSource, columns: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """(mean, deviation) of columns of numbers; a constant column has deviation 0."""
+    if not columns or not source.rows:
+        return dict.fromkeys(columns, (0.0, 0.0))
+    numbers = ", ".join(f"try_cast({sql.sql_name(c)} AS DOUBLE) AS n{i}" for i, c in enumerate(columns))
+    terms = (f"{f}(n{i}) FILTER (isfinite(n{i}))" for i in range(len(columns)) for f in ("avg", "stddev_pop"))
+    row = source.duck.row(f"SELECT {', '.join(terms)} FROM ({source.scan(numbers)})")
+    pairs = zip(row[::2], row[1::2], strict=True)
+    scales = {c: (mean or 0.0, deviation or 0.0) for c, (mean, deviation) in zip(columns, pairs, strict=True)}
+    # The deviation of a constant is its rounding error.
+    return {c: (mean, deviation if deviation > 1e-9 * abs(mean) else 0.0) for c, (mean, deviation) in scales.items()}
+
+
+def _find_numbers(
+    source: TableSource, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str
+) -> FeatureSource:
     if patterns == NONE:
         return FeatureSource((), dtype, option)
     if patterns is None:

@@ -5,7 +5,7 @@ DuckDB does all of it and spills to disk; Python holds a batch of edges and a co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gnnfleet.graph.ingest import row_errors
 from gnnfleet.graph.ingest.clean import reverse_type
 from gnnfleet.graph.ingest.columns import (
     FeatureSource,
+    Preparation,
     find_by_usual_name,
     find_column,
     find_features,
@@ -92,7 +93,9 @@ class EdgeTablePlan:
         return payload | {f"a{i}": expression for i, expression in enumerate(self.features.select())}
 
 
-def plan_edges(source: TableSource, table: EdgeTable, dtype: str) -> EdgeTablePlan:
+def plan_edges(
+    source: TableSource, table: EdgeTable, spec: TableSpec, like: Mapping[str, Any] | None = None
+) -> EdgeTablePlan:
     """Find the columns of an edge table; raises InputError naming one that is missing."""
     src, dst = (find_column(source, role, getattr(table, role), required=True) for role in ("src", "dst"))
     assert src is not None and dst is not None
@@ -103,7 +106,14 @@ def plan_edges(source: TableSource, table: EdgeTable, dtype: str) -> EdgeTablePl
     used = [src, dst, weight, column, *(labels.columns if labels else ())]
     if not table.features:  # an edge's id or label becomes a feature only when it is named
         used += [find_by_usual_name(source.types, role, None) for role in ("id", "label", "split")]
-    features = find_features(source, table.features, used=used, dtype=dtype, option="edge-features")
+    features = find_features(
+        source,
+        table.features,
+        used=used,
+        dtype=spec.feature_dtype,
+        option="edge-features",
+        preparation=Preparation(spec.standardize, table.category, like),
+    )
     return EdgeTablePlan(source, IdColumn(source, src), IdColumn(source, dst), weight, time, features, labels)
 
 

@@ -43,6 +43,8 @@ def import_in_memory(
     started = time.monotonic()
     output = Path(output)
     check_target(output, KIND, overwrite)
+    if rules.standardize or rules.like:
+        raise ConfigError("--standardize and --like apply to tables: leave them out for a graph of another tool")
     progress.stage(f"reading {source}")
     graph, cleaned = clean_edges(
         read_in_memory(source, attributes or {}),

@@ -47,7 +47,8 @@ class LabelSource:
 
     @property
     def advice(self) -> str:
-        return f"Correct the values, choose another column, or import without labels: --{self.option} none"
+        value = f"predict them by regression (--value {self.columns[0]}), " if self.form == "number" else ""
+        return f"Correct the values, {value}choose another column, or import without labels: --{self.option} none"
 
     def select(self) -> list[str]:
         cells = [sql.sql_name(column) for column in self.columns]

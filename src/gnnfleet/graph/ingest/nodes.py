@@ -6,7 +6,7 @@ It holds a batch of rows and some bytes per node for split codes and counts, nev
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, Nodes
 from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import keys, labels, row_errors
-from gnnfleet.graph.ingest.columns import FeatureSource, find_column, find_features, unused_columns
+from gnnfleet.graph.ingest.columns import FeatureSource, Preparation, find_column, find_features, unused_columns
 from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
 from gnnfleet.graph.ingest.labels import LabelSource
@@ -60,7 +60,9 @@ class NodeResult:
     classes: tuple[str, ...]
 
 
-def plan_nodes(source: TableSource, table: NodeTable, spec: TableSpec) -> NodeTablePlan:
+def plan_nodes(
+    source: TableSource, table: NodeTable, spec: TableSpec, like: Mapping[str, Any] | None = None
+) -> NodeTablePlan:
     """Find the columns of a node table; raises InputError naming one that is missing."""
     id_column = find_column(source, "id", table.id, required=True)
     assert id_column is not None
@@ -70,7 +72,8 @@ def plan_nodes(source: TableSource, table: NodeTable, spec: TableSpec) -> NodeTa
     label_source = values or labels.find_labels(source, table.label)
     split = find_column(source, "split", table.split)
     used = [id_column, split, *(label_source.columns if label_source else ())]
-    features = find_features(source, table.features, used=used, dtype=spec.feature_dtype)
+    preparation = Preparation(spec.standardize, table.category, like)
+    features = find_features(source, table.features, used=used, dtype=spec.feature_dtype, preparation=preparation)
     if spec.split_rule is not None and table.split is None:
         split = None  # a rule on the command line overrides a column found by its usual name
     return NodeTablePlan(source, id_column, features, label_source, split)

@@ -50,6 +50,7 @@ class NodeTable:
     value: str | None = None
     split: str | None = None
     features: str | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class EdgeTable:
     time: str | None = None
     label: str | None = None
     features: str | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class ImportRules:
 
     ``duplicates`` applies to edges with the same source and destination and, where there are times, the same time. By
     default they are dropped from undirected graphs and kept in others. ``split_rule`` is for ``split.parse_rule``.
-    ``missing`` and ``memory`` apply to tables only.
+    ``missing``, ``memory``, ``standardize`` and ``like`` apply to tables only. ``like`` is a store whose means,
+    deviations and values of categories are used.
     """
 
     undirected: bool = False
@@ -84,6 +87,8 @@ class ImportRules:
     seed: int = 0
     memory: str = "1GiB"
     name: str | None = None
+    standardize: bool = False
+    like: str | None = None
 
     def __post_init__(self) -> None:
         for option, setting, choices in (
@@ -97,6 +102,10 @@ class ImportRules:
             raise ConfigError(f"--memory must be a size such as 1GiB or 800MB, found {self.memory!r}")
         if self.split_rule is not None:
             parse_rule(self.split_rule)
+        if self.standardize and self.like:
+            raise ConfigError("--like already says which columns are standardised: leave out --standardize")
+        if (self.standardize or self.like) and self.duplicate_rule == "sum":
+            raise ConfigError("--duplicates sum would add standardised values: choose keep or drop")
 
     @property
     def duplicate_rule(self) -> DuplicateRule:
@@ -170,6 +179,7 @@ class ImportReport:
     edges: Mapping[EdgeType, EdgeCounts]
     seconds: float
     cleaned: Mapping[str, int] = field(default_factory=dict)  # of a graph read into memory: sums over all edge types
+    remarks: tuple[str, ...] = ()  # what columns look like, and what to do about it
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
@@ -181,6 +191,7 @@ class ImportReport:
             "edges": {str(kind): asdict(counts) for kind, counts in self.edges.items()},
             "seconds": round(self.seconds, 3),
             **({"cleaned": dict(self.cleaned)} if self.cleaned else {}),
+            "remarks": list(self.remarks),
         }
 
 

@@ -7,22 +7,30 @@ Python never holds all edges or all features; DuckDB respects its memory limit a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EDGE, NODE, EdgeType
 from gnnfleet.graph.ingest.columns import find_by_usual_name
 from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.edges import EdgeImporter, EdgeTablePlan, plan_edges
+from gnnfleet.graph.ingest.inspection import inspect_features, inspect_labels
 from gnnfleet.graph.ingest.keys import IdColumn
 from gnnfleet.graph.ingest.nodes import NodeImporter, NodeResult, NodeTablePlan, plan_nodes
 from gnnfleet.graph.ingest.source import column_names, find_files, open_source
 from gnnfleet.graph.ingest.spec import EdgeCounts, EdgeTable, ImportReport, NodeTable, TableSpec
 from gnnfleet.graph.store import KIND, edge_entry, node_entry
-from gnnfleet.io.bundle import BundleWriter
+from gnnfleet.io.bundle import Bundle, BundleWriter
 from gnnfleet.report.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+PREPARED = "prepared"
+"""Key of the manifest with the means, deviations and categories of features, by node and edge type."""
 
 __all__ = ["EdgeTable", "ImportReport", "NodeTable", "TableSpec", "classify_tables", "import_tables"]
 
@@ -38,20 +46,27 @@ def import_tables(
         DuckConnection(out.scratch_dir(), spec.memory) as duck,
     ):
         progress.stage("reading tables")
+        like = {} if spec.like is None else _preparations(spec.like)
         node_plans = {
-            kind: plan_nodes(open_source(duck, t.files, t.columns), t, spec) for kind, t in spec.nodes.items()
+            kind: plan_nodes(open_source(duck, t.files, t.columns), t, spec, like.get(kind))
+            for kind, t in spec.nodes.items()
         }
         edge_plans = {
-            kind: plan_edges(open_source(duck, t.files, t.columns), t, spec.feature_dtype)
+            kind: plan_edges(open_source(duck, t.files, t.columns), t, spec, like.get(str(kind)))
             for kind, t in spec.edges.items()
         }
+        plans: list[tuple[str | EdgeType, NodeTablePlan | EdgeTablePlan]] = [*node_plans.items(), *edge_plans.items()]
+        progress.stage("inspecting columns")
+        remarks = _inspect(plans)
         nodes = _import_nodes(duck, out, spec, node_plans, edge_plans, progress)
         edges = _import_edges(duck, out, spec, edge_plans, nodes, progress)
         name = spec.name or Path(output).resolve().name
         progress.stage("writing checksums")
         node_entries = [node_entry(kind, n.keys.count, n.classes, n.counts.columns) for kind, n in nodes.items()]
         edge_entries = [edge_entry(kind, counts.count, counts.columns) for kind, counts in edges.items()]
-        out.commit({"name": name, "undirected": spec.undirected, "nodes": node_entries, "edges": edge_entries})
+        prepared = {str(kind): plan.features.preparation for kind, plan in plans if plan.features.columns}
+        meta = {"name": name, "undirected": spec.undirected, "nodes": node_entries, "edges": edge_entries}
+        out.commit({**meta, PREPARED: prepared})
     return ImportReport(
         path=Path(output),
         name=name,
@@ -59,7 +74,27 @@ def import_tables(
         nodes={kind: imported.counts for kind, imported in nodes.items()},
         edges=edges,
         seconds=time.monotonic() - started,
+        remarks=remarks,
     )
+
+
+def _preparations(store: str) -> dict[str, Any]:
+    """The preparation of features by type that an import of tables wrote; raises ConfigError for other stores."""
+    prepared = Bundle.open(store, KIND).meta.get(PREPARED)
+    if not isinstance(prepared, dict):
+        raise ConfigError(f"--like needs a store that was imported from tables, found {store}")
+    return prepared
+
+
+def _inspect(plans: Sequence[tuple[str | EdgeType, NodeTablePlan | EdgeTablePlan]]) -> tuple[str, ...]:
+    """What columns look like, and what to do about it; also logged."""
+    remarks: list[str] = []
+    for kind, plan in plans:
+        remarks += inspect_labels(plan.source, plan.labels, str(kind))
+        remarks += inspect_features(plan.source, plan.features, plan.used, str(kind))
+    for remark in remarks:
+        _log.info("%s", remark)
+    return tuple(remarks)
 
 
 def classify_tables(
