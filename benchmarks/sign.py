@@ -5,7 +5,7 @@ hidden units, layer norm and the same rate; hops of sign are computed before the
 are those of all workers: per epoch as the slope between a run of all epochs and one of half of them, so that hops and
 evaluations at the end cancel. A finished cell is not run again.
 
-usage: python benchmarks/sign.py [--data DIR] [--epochs 100] [--out DIR] [--table]
+usage: python benchmarks/sign.py [--data DIR] [--epochs 100] [--only SET/MODEL …] [--out DIR] [--table]
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--only", nargs="*", help="run these sets and models only, as pubmed/sign")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "gnnfleet-sign")
     parser.add_argument("--table", action="store_true", help="write results and page from finished cells only")
     options = parser.parse_args()
@@ -98,7 +99,8 @@ def main() -> None:
             for workers in WORKERS:
                 label = f"{name}/{model}/{workers}"
                 path = options.out / f"{label.replace('/', '.')}.json"
-                if options.table or path.exists():
+                is_chosen = not options.only or f"{name}/{model}" in options.only
+                if options.table or path.exists() or not is_chosen:
                     continue
                 with tempfile.TemporaryDirectory() as scratch:
                     cell = run_cell(store, name, model, workers, options.epochs, Path(scratch))

@@ -139,13 +139,8 @@ def test_options_of_the_command_and_refusals(tmp_path: Path) -> None:
     command = ["import", people, follows, "-o", tmp_path / "store", "--category", "country", "--standardize", "--json"]
     result = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
     remarks = json.loads(result.stdout)["remarks"]
-    assert [remark.split(": ")[2].split()[0].rstrip(".") for remark in remarks] == [
-        "user_no",
-        "plan",
-        "bio",
-        "token",
-        "born",
-    ]
+    named = [remark.split(": ")[2].split()[0].rstrip(".") for remark in remarks]
+    assert named == ["user_no", "plan", "bio", "token", "born"]
     for rules, message in (
         ({"standardize": True, "like": str(tmp_path / "store")}, "leave out --standardize"),
         ({"standardize": True, "duplicates": "sum"}, "choose keep or drop"),
