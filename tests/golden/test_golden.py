@@ -153,6 +153,7 @@ def test_names_on_disk_do_not_change() -> None:
     assert tma.CORRECTION == "correction/"
     assert [field.name for field in fields(TrainState)] == [
         "epoch", "step", "within", "loss", "count", "seconds", "evaluated", "best_epoch", "best_metric", "best_loss",
+        "lr_scale", "lr_epoch",  # added in 0.2.0, with defaults
     ]  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def test_run_writes_the_same_names(copy: Graph, tmp_path: Path) -> None:
         saved, written = (Bundle.open(run / "checkpoints" / name, checkpoint.KIND) for run in (RUN, tmp_path / "run"))
         assert set(written.meta) == set(saved.meta) and written.meta["parts"] == saved.meta["parts"]
         assert set(written.files) == {file for file in saved.files if not file.startswith("rank-")}
-        assert set(written.meta["position"]) == set(saved.meta["position"])
+        assert set(written.meta["position"]) == {*saved.meta["position"], "lr_scale", "lr_epoch"}
     # Keys may be added to these, none may go.
     for name in ("metrics.jsonl", "record.json", "config.json"):
         kept_keys, written_keys = (_keys(run / name) for run in (RUN, tmp_path / "run"))

@@ -143,3 +143,11 @@ def test_only_long_runs_without_success_fail(
         assert "nothing was learnt" in record.summary.failure
     assert remark in caplog.text
     assert ("predicted as class" in caplog.text) is bool(remark)
+
+
+def test_an_exploded_loss_of_links_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gnnfleet")
+    options: dict[str, Any] = {"task": "link", "split": "0.8/0.1/0.1", "model": gf.nn.SAGE(hidden=16, layers=2)}
+    for lr, exploded in ((0.01, False), (1e3, True)):
+        gf.train(communities(), epochs=6, lr=lr, **options)
+        assert ("of the first epoch: try a smaller lr" in caplog.text) is exploded

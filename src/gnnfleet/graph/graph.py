@@ -329,7 +329,7 @@ def validated_edges(
         attr=None if attr is None else _features(_per_edge(attr, "edge_attr", length), "edge_attr")[order],
         time=None if time is None else time[order],
         order=None if time is None else time_order(time, order),
-        y=None if y is None else _per_edge(_edge_labels(y), "edge_y", length)[order],
+        y=None if y is None else _per_edge(_labels(y, of_edges=True), "edge_y", length)[order],
         links={name: torch.as_tensor(pairs).long() for name, pairs in (links or {}).items()},
     )
 
@@ -360,7 +360,7 @@ def _features(values: Any, name: str) -> Tensor:
     return x
 
 
-def _labels(values: Any) -> Tensor:
+def _labels(values: Any, *, of_edges: bool = False) -> Tensor:
     """Class numbers, or float32 if numbers are no class numbers."""
     y = torch.as_tensor(values)
     if y.dim() == 2 and y.shape[1] == 1:
@@ -368,6 +368,8 @@ def _labels(values: Any) -> Tensor:
     if y.is_floating_point():
         whole = y.nan_to_num(-1)
         is_class = (whole >= -1) & (whole <= (1 if y.dim() == 2 else 1e9)) & (whole == whole.round())
+        if not bool(is_class.all()) and of_edges:
+            raise InputError("labels of edges must be whole numbers (class numbers, −1 for none), found fractions")
         if not bool(is_class.all()):
             return y.to(torch.float32)
         y = whole
@@ -376,13 +378,6 @@ def _labels(values: Any) -> Tensor:
     y = y.to(torch.int64)
     if y.numel() and int(y.min()) < -1:
         raise InputError(f"labels are class numbers from 0, or −1 for none; found {int(y.min())}")
-    return y
-
-
-def _edge_labels(values: Any) -> Tensor:
-    y = _labels(values)
-    if y.is_floating_point():
-        raise InputError("labels of edges must be whole numbers (class numbers, −1 for none), found fractions")
     return y
 
 

@@ -20,14 +20,18 @@ Rows = Sequence[Mapping[str, Any]]
 
 def judge_run(task: object, config: RunConfig, rows: Rows, metrics: Mapping[str, Any]) -> tuple[str, bool]:
     """(remark for the user, True if nothing was learnt). Short runs are not judged."""
-    if isinstance(task, LinkTask):
-        return _tied_scores(task, config, rows), False
-    if not isinstance(task, NodeTask) or len(rows) < _MIN_EPOCHS:
+    if isinstance(task, LinkTask) and (remark := _tied_scores(task, config, rows)):
+        return remark, False
+    if len(rows) < _MIN_EPOCHS:
         return "", False
-    loss, constant = rows[-1]["train_loss"], task.constant("train")["loss"]
-    exploded = loss > _EXPLODED * max(constant, rows[0]["train_loss"])
+    loss, first = rows[-1]["train_loss"], rows[0]["train_loss"]
+    if not isinstance(task, NodeTask):
+        text = f"The train loss ended at {loss:.4g}, above {first:.4g} of the first epoch: try a smaller train.lr"
+        return (text if loss > _EXPLODED * first else ""), False
+    constant = task.constant("train")["loss"]
+    exploded = loss > _EXPLODED * max(constant, first)
     is_high = exploded or (loss > _HIGH * constant and len(rows) >= _ENOUGH_EPOCHS)
-    slow = loss <= min(_EXPLODED * constant, 2 * rows[0]["train_loss"])
+    slow = loss <= min(_EXPLODED * constant, 2 * first)
     rate = "more epochs or a larger" if slow else "a smaller"
     advice = f"try {rate} train.lr (now {config.train.lr:g}), standardised features, or train.class_weights=balanced"
     split = next((split for split in ("test", "val") if metrics[split] is not None), None)
