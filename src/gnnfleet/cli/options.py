@@ -76,8 +76,8 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
 ModelOption = _option(
     MODEL_PANEL,
     "NAME",
-    "sage (default), gcn, gat, gatv2, gin, gcn2, res+, sign; several node or edge types: rgcn, hetero-sage, hetero-gat, "
-    "hetero-gatv2, hetero-gin, hgt; or file.py:factory for your own model. "
+    "sage (default), gcn, gat, gatv2, gin, gcn2, res+, sign; several node or edge types: rgcn, sign, hetero-sage, "
+    "hetero-gat, hetero-gatv2, hetero-gin, hgt; or file.py:factory for your own model. "
     "For event streams: tgn (default), tgn-id, tgat.",
     "--model",
     "-m",
