@@ -290,7 +290,7 @@ def column_order(run: ColumnGroups, store: ColumnGroups, suffix: str = "") -> Te
         differences = [f"{side} {_shown(columns)}" for side, columns in sides if columns]
         raise RunError(
             f"the run was trained on feature columns{suffix} {_shown(run)}; this store has {_shown(store)} "
-            f"({', '.join(differences)}): import it with the same feature columns (--features)"
+            f"({', '.join(differences)}): import it with the same feature columns (--features, --like)"
         )
     start, starts = 0, {}
     for name, width in store:
