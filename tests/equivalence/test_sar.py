@@ -49,7 +49,7 @@ HETERO_GIN = {"name": "hetero-gin", "norm": "batch", "train_eps": True}
 GRAPHS = {
     "plain": (plain_graph, MODELS),
     "typed": (typed_graph, TYPED),
-    "bare": (bare_graph, [{"name": "rgcn"}, {"name": "hgt", "heads": 2}]),
+    "bare": (bare_graph, [{"name": "rgcn"}, {"name": "hgt", "heads": 2}, {"name": "hetero-sage", "embedding": 3}]),
     "related": (related_graph, [{"name": "rgcn", "bases": 1}, {"name": "hetero-gatv2", "heads": 2}, HETERO_GIN]),
 }
 

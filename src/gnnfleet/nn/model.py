@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 # ``mask_id`` of the dropouts of one layer: after the conv, before it, at the end, on the input. Node types differ by a
 # multiple of the stride.
 _AFTER, _BEFORE, _LAST, _INPUT, _MASK_STRIDE = 0, 1, 2, 3, 4
+# A type is small if it has at most this fraction of the nodes of the largest type.
+_SMALL_TYPE = 10
 # Convolutions with a fused ReLU.
 _FUSES_RELU = ("sage", "gcn", "gat", "gatv2")
 
@@ -69,12 +71,16 @@ class GNN(Model):
         self._read_types = _read_types(widths, self.edge_types, target, config.layers)
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._has_type_vectors = config.name in HETERO_MODELS and any(widths.values())
         for kind in widths:
             widths[kind] += self._add_embedding(kind, widths[kind], num_nodes, owned_ids)
         self.projections = torch.nn.ModuleDict()
         if self.hetero:
             for kind, width in widths.items():
-                self.projections[_key(kind)] = torch.nn.Linear(width, config.hidden)
+                projection = torch.nn.Linear(width or config.hidden, config.hidden)
+                if not width:  # the bias is the vector of the type
+                    projection.weight = torch.nn.Parameter(projection.weight.detach()[:, :0].clone())
+                self.projections[_key(kind)] = projection
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
         types = {"edge_types": self.edge_types, "read_types": self._read_types}
@@ -95,11 +101,17 @@ class GNN(Model):
     def _add_embedding(
         self, kind: str, num_features: int, num_nodes: Mapping[str, int] | None, owned_ids: Mapping[str, Tensor] | None
     ) -> int:
-        """Create the embedding table of a node type if it needs one; return its width."""
-        width = self.config.embedding or (0 if num_features else self.config.hidden)
+        """Create the embedding table of a node type if it needs one; return its width.
+
+        In heterogeneous models, nodes without features begin with a vector of their type if others have features and
+        the type is not small: few nodes have many edges each, from which to learn a row.
+        """
+        count = self._of_type(kind, num_nodes)
+        is_small = count is not None and _SMALL_TYPE * count <= max((num_nodes or {}).values(), default=0)
+        needs_rows = not num_features and (is_small or not self._has_type_vectors)
+        width = self.config.embedding or (self.config.hidden if needs_rows else 0)
         if not width:
             return 0
-        count = self._of_type(kind, num_nodes)
         if count is None:
             raise ConfigError(f"embeddings of nodes {kind!r} need the number of nodes: give num_nodes")
         self.embeddings[_key(kind)] = NodeEmbedding(count, width, ids=self._of_type(kind, owned_ids), kind=kind)
@@ -279,6 +291,8 @@ class GNN(Model):
         if key in self.embeddings:
             embedding: Tensor = self.embeddings[key](view)
             x = embedding if x is None or not x.shape[1] else torch.cat([x.to(embedding.dtype), embedding], 1)
+        elif self._has_type_vectors and (x is None or not x.shape[1]):
+            return self.lins[0].weight.new_empty(view.num_src, 0)  # type: ignore[operator]
         if x is None:
             raise InputError("the model expects node features, found none: set model.embedding to a width")
         return self._drop(view, x, mask_id, p=self.config.input_dropout)
