@@ -73,9 +73,8 @@ def table(cells: list[dict[str, Any]]) -> str:
             if len(by_workers) == len(WORKERS):
                 seconds = " / ".join(f"{by_workers[count]['seconds']:.3g}" for count in WORKERS)
                 sent = " / ".join(f"{by_workers[count]['megabytes_per_epoch']:.3g}" for count in WORKERS[1:])
-                lines.append(
-                    f"| {name} | `{model}` | {by_workers[1]['epochs']} | {by_workers[1]['test']:.3f} | {seconds} | {sent} |"
-                )
+                one = by_workers[1]
+                lines.append(f"| {name} | `{model}` | {one['epochs']} | {one['test']:.3f} | {seconds} | {sent} |")
     return "\n".join(lines)
 
 
