@@ -38,7 +38,7 @@ def plain_graph() -> Graph:
 
 
 def typed_graph() -> Graph:
-    """Three node types, one without edges between some of them, relations that share ends."""
+    """Three node types, one without edges between some of them, relations that share ends; some have weights."""
     random = torch.Generator().manual_seed(1)
     counts = {"a": 30, "b": 20, "c": 6}
     nodes = {
@@ -55,7 +55,9 @@ def typed_graph() -> Graph:
     edges = {}
     for src, name, dst, count in edge_types:
         ends = [torch.randint(0, counts[node_type], (count,), generator=random) for node_type in (src, dst)]
-        edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), num_src=counts[src], num_dst=counts[dst])
+        weight = torch.randn(count, generator=random) if name in ("to", "like", "never") else None
+        sizes = {"num_src": counts[src], "num_dst": counts[dst]}
+        edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), **sizes, weight=weight)
     return Graph.of(nodes, edges)
 
 
@@ -67,12 +69,13 @@ def bare_graph() -> Graph:
 
 
 def related_graph() -> Graph:
-    """One node type, several relations."""
+    """One node type, several relations, the odd ones with weights."""
     random = torch.Generator().manual_seed(2)
     edges = {}
     for number in range(4):
         index = torch.randint(0, 40, (2, 60 * (number != 2)), generator=random)
-        edges[EdgeType("node", f"r{number}", "node")] = validated_edges(index, num_src=40, num_dst=40)
+        weight = torch.rand(index.shape[1], generator=random) - 0.2 if number % 2 else None
+        edges[EdgeType("node", f"r{number}", "node")] = validated_edges(index, num_src=40, num_dst=40, weight=weight)
     x, y = torch.randn(40, 4, generator=random), torch.randint(0, 3, (40,), generator=random)
     split = torch.randint(0, 3, (40,), generator=random)
     return Graph.of({"node": validated_nodes(40, x=x, y=y, split=split)}, edges)

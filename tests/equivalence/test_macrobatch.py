@@ -38,6 +38,8 @@ MODELS: list[dict[str, Any]] = [
     {"name": "sage", "aggr": "max"},
     {"name": "gat", "heads": 2, "edge_features": True, "attention_dropout": 0.3},
     {"name": "gatv2", "heads": 2},
+    {"name": "gin"},
+    {"name": "res+", "norm": "layer"},
 ]
 TYPED: list[dict[str, Any]] = [{"name": "rgcn"}, {"name": "hetero-sage"}, {"name": "hgt", "heads": 2}]
 GRAPHS = {
@@ -205,7 +207,7 @@ def test_no_batch_outlives_its_steps(folder: Path, tmp_path: Path, monkeypatch: 
         gc.enable()
 
 
-CACHED = [{"name": "sage"}, {"name": "gcn"}, {"name": "gin"}]
+CACHED = [{"name": "sage", "edge_features": False}, {"name": "gcn"}, {"name": "gin", "edge_features": False}]
 
 
 def train_with_cached_inputs(world: World, folder: str, parts: dict[str, str], strategy: str) -> list[dict[str, Any]]:
@@ -231,8 +233,8 @@ def test_cached_inputs_equal_those_of_local(pool: RankPool, folder: Path, tmp_pa
 
 SPLIT: list[dict[str, Any]] = [
     {"name": "gcn", "edge_weight": True},
-    {"name": "sage", "norm": "layer"},
-    {"name": "sage", "aggr": "max", "layers": 1},
+    {"name": "sage", "norm": "layer", "edge_features": False},
+    {"name": "sage", "aggr": "max", "layers": 1, "edge_features": False},
 ]
 
 

@@ -28,6 +28,7 @@ MODELS: list[dict[str, Any]] = [
     {"name": "gcn", "input_dropout": 0.3},
     {"name": "gcn", "norm": "batch"},
     {"name": "sage", "norm": "layer"},
+    {"name": "sage", "edge_features": False},
     {"name": "sage", "norm": "batch", "aggr": "max"},
     {"name": "sage", "aggr": "pool", "embedding": 4},
     {"name": "gcn", "embedding": 4, "input_dropout": 0.3},

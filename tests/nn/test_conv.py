@@ -365,3 +365,88 @@ def test_initial_weights_equal_those_of_the_peer(name: str) -> None:
         other = theirs.state_dict()[key]
         assert abs(mine.std() - other.std()) <= 0.15 * other.std() + 1e-9, key
         assert abs(mine.abs().max() - other.abs().max()) <= 0.15 * other.abs().max() + 1e-9, key
+
+
+def gine() -> tuple[torch.nn.Module, torch.nn.Module]:
+    def perceptron() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+
+    settings = {"eps": 0.3, "train_eps": True, "edge_dim": 4}
+    return nn.GINConv(perceptron(), **settings), pyg.GINEConv(perceptron(), **settings)
+
+
+WITH_FEATURES = {
+    "gine": gine,
+    "gen": lambda: both("GENConv", 6, norm="layer", edge_dim=4, bias=True)(5),
+    "gen learnt temperature": lambda: both("GENConv", 5, norm="layer", edge_dim=4, t=0.5, learn_t=True)(5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WITH_FEATURES)
+def test_sums_with_edge_features_equal_their_peers(name: str, dtype: torch.dtype) -> None:
+    graph = random_graph(loops=True)
+    view, index = LocalView.of_graph(graph), graph.single_edges.edge_index()
+    ours, theirs = WITH_FEATURES[name]()
+    ours.to(dtype)
+    x, attr = graph.single_nodes.x.to(dtype), graph.single_edges.attr.to(dtype)
+    compare(
+        ours,
+        theirs,
+        x,
+        call_ours=lambda x: ours(view, x, edge_attr=view.attr),
+        call_theirs=lambda x: theirs(x, index, attr),
+    )
+    torch.testing.assert_close(
+        ours(block(graph, 7)[0], x, edge_attr=block(graph, 7)[0].attr), ours(view, x, edge_attr=attr)[:7]
+    )
+    with pytest.raises(ConfigError, match="4 columns, found 1"):
+        ours(view, x, edge_attr=attr[:, 0])
+
+
+class WeightedSum(pyg.MessagePassing):
+    """Σ w m / divisor, by torch_geometric; m is x_j, or ReLU(x_j + e)."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor, attr: Tensor | None = None) -> Tensor:
+        return self.propagate(index, x=x, weight=weight, attr=attr)
+
+    def message(self, x_j: Tensor, weight: Tensor, attr: Tensor | None) -> Tensor:
+        return weight[:, None] * (x_j if attr is None else torch.relu(x_j + attr))
+
+
+@pytest.mark.parametrize("out", [3, 8])
+def test_edge_weights_and_features_follow_their_formulas(out: int) -> None:
+    """SAGE: (Σ w x, Σ w e) / Σ |w|, and Σ w x; GIN: Σ w ReLU(x + e). Nodes whose weights are all 0 get 0."""
+    graph = random_graph(loops=True)
+    index, sums = graph.single_edges.edge_index(), WeightedSum()
+    weight = torch.randn(graph.num_edges, dtype=torch.float64).where(index[1] != 3, torch.zeros(()))
+    attr, x = graph.single_edges.attr.double(), graph.single_nodes.x.double()
+    edge_sum = torch.zeros(graph.num_nodes, 4, dtype=torch.float64)
+    view = LocalView.of_graph(graph)
+    sage, plain = nn.SAGEConv(5, out, edge_dim=4).double(), nn.SAGEConv(5, out, aggr="sum").double()
+    gin = nn.GINConv(torch.nn.Linear(5, out), edge_dim=4).double()
+
+    def by_hand(x: Tensor, w: Tensor) -> list[Tensor]:
+        divisor = torch.zeros(graph.num_nodes, dtype=x.dtype).index_add(0, index[1], w.abs())
+        mean = w / torch.where(divisor > 0, divisor, torch.inf)[index[1]]
+        edges = edge_sum.index_add(0, index[1], attr * mean[:, None])
+        return [
+            sage.lin_l(sums(x, index, mean)) + sage.lin_r(x) + sage.lin_edge(edges),
+            plain.lin_l(sums(x, index, w)) + plain.lin_r(x),
+            gin.nn(x + sums(x, index, w, gin.lin(attr))),
+        ]
+
+    def ours(x: Tensor, w: Tensor) -> list[Tensor]:
+        data = {"weight": w, "edge_attr": attr}
+        return [sage(view, x, **data), plain(view, x, weight=w), gin(view, x, **data)]
+
+    for number in range(3):
+        grads = []
+        for run in (ours, by_hand):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            rows = run(*leaves)[number]
+            grads.append([rows, *torch.autograd.grad(rows.square().sum(), leaves)])
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)

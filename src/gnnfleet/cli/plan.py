@@ -12,6 +12,7 @@ from gnnfleet.cli import options
 from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.comm.process_lifetime import prefer_huge_pages
 from gnnfleet.errors import ConfigError
+from gnnfleet.report.remarks import print_note
 
 if TYPE_CHECKING:
     from gnnfleet.planner.planner import StrategyPlan
@@ -102,6 +103,8 @@ def plan(
     rate = None if bandwidth is None else parse_rate(bandwidth)
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]
     strategy_plan = make_plan(open_store(store), tree, bandwidth=rate, only=only, quiet=quiet)
+    for text in strategy_plan.remarks:
+        print_note(text, quiet=quiet)
     print_result(strategy_plan.as_json(), as_json=as_json, human=_tables(strategy_plan))
     if strategy_plan.best is None:
         raise ConfigError("; ".join(strategy_plan.reasons))

@@ -216,8 +216,7 @@ def _output_schema(directory: RunDirectory, config: RunConfig) -> OutputSchema |
 def _reads_edge_features(config: RunConfig) -> bool:
     """True if the model may read edge features; a custom model is assumed to."""
     model = config.model
-    could = model.name in ("gat", "gatv2") or config.spec.input == "events"
-    return model.is_custom or (could and model.edge_features)
+    return model.uses_edge_features
 
 
 def _check_columns(directory: RunDirectory, config: RunConfig, graph: Graph) -> None:

@@ -53,8 +53,12 @@ class ModelConfig(BaseModel):
     residual: bool = Field(
         False, description="gcn, gat, gatv2: add a linear map of the destination row; hetero-…, hgt: add the row"
     )
-    edge_features: bool = Field(True, description="gat, gatv2, temporal: use edge features if there are any")
-    edge_weight: bool = Field(True, description="gcn, gcn2, sign: use edge weights if there are any")
+    edge_features: bool = Field(
+        True, description="sage, gin, gat, gatv2, res+, temporal: use edge features if there are any"
+    )
+    edge_weight: bool = Field(
+        True, description="all but hgt, hetero-gat…, temporal, sage with max or pool: use edge weights if there are any"
+    )
     hops: int | None = Field(
         None, ge=0, le=16, description="sign: edges of the longest path; default: 3, with several edge types 2"
     )
@@ -98,6 +102,19 @@ class ModelConfig(BaseModel):
     def is_relational(self) -> bool:
         """True for models of several node or edge types."""
         return self.name in ("rgcn", *HETERO_MODELS)
+
+    @property
+    def uses_edge_features(self) -> bool:
+        """True if a layer reads edge features; a custom model is assumed to."""
+        readers = ("sage", "gin", "gat", "gatv2", "res+", *TEMPORAL_MODELS)
+        return self.is_custom or (self.edge_features and self.name in readers)
+
+    @property
+    def uses_edge_weight(self) -> bool:
+        """True if a layer reads edge weights; a custom model is assumed to."""
+        others = ("hgt", "hetero-gat", "hetero-gatv2", *TEMPORAL_MODELS)
+        others += ("sage", "hetero-sage") if self.aggr != "mean" else ()
+        return self.is_custom or (self.edge_weight and self.name not in others)
 
     @property
     def is_temporal(self) -> bool:

@@ -24,7 +24,7 @@ from gnnfleet.nn.pyg.module import PygModule
 from gnnfleet.nn.sign import SignModel
 
 SHARED_MODELS = ("sage", "gcn", "gat", "gatv2", "gin")
-_ARGUMENTS = ("in_channels", "out_channels", "edge_types", "num_nodes", "target", "edge_dim")
+_ARGUMENTS = ("in_channels", "out_channels", "edge_types", "num_nodes", "target", "edge_dim", "edge_weight")
 
 
 def save_model(model: torch.nn.Module, path: str | Path) -> None:
@@ -75,7 +75,9 @@ def to_pyg(model: torch.nn.Module) -> torch.nn.Module:
         "gcn": (pyg.GCN, {}),
         "gin": (pyg.GIN, {"train_eps": config.train_eps}),
     }
-    kind, options = kinds.get(config.name, (pyg.GAT, {**attention, "edge_dim": model.edge_dim}))
+    kind, options = kinds.get(
+        config.name, (pyg.GAT, {**attention, "edge_dim": (model.edge_dim or 0) + model.edge_weight or None})
+    )
     norms = (
         {} if norm == "none" else {"norm": f"{norm}_norm", "norm_kwargs": {"mode": "node"} if norm == "layer" else {}}
     )
@@ -124,6 +126,8 @@ def _shared_state(model: GNN) -> dict[str, Tensor]:
         )
     if model.embeddings:
         raise ConfigError("torch_geometric has no models with learnable node embeddings: set embedding = 0")
+    if model.edge_dim and name in ("sage", "gin"):
+        raise ConfigError(f"torch_geometric's {name} model reads no edge features: set edge_features = false")
     if name == "gcn" and model.config.residual:
         raise ConfigError("torch_geometric's GCN has no residual: set residual = false to exchange weights")
     return dict(model.state_dict())

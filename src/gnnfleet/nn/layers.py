@@ -45,7 +45,8 @@ def make_layers(
 ) -> tuple[torch.nn.ModuleList, torch.nn.ModuleList]:
     """Return (one conv per layer, linear maps of gcn2 and res+ before and after, of ``HETERO_MODELS`` after them).
 
-    ``read_types`` has the node types that each layer computes.
+    ``read_types`` has the node types that each layer computes, ``edge_dim`` is the number of columns per edge that a
+    layer multiplies.
     """
     if config.name in HETERO_MODELS:
         lins = [torch.nn.Linear(config.hidden, out)]
@@ -54,7 +55,7 @@ def make_layers(
         )
     if config.name in ("gcn2", "res+"):
         lins = [torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)]
-        make_layer = _gcn2 if config.name == "gcn2" else _block
+        make_layer = _gcn2 if config.name == "gcn2" else partial(_block, edge_dim=edge_dim)
         return torch.nn.ModuleList(make_layer(config, i) for i in range(config.layers)), torch.nn.ModuleList(lins)
     widths = [width, *[config.hidden] * (config.layers - 1), out]
     convs = torch.nn.ModuleList()
@@ -66,20 +67,20 @@ def make_layers(
         elif config.name in ("gat", "gatv2"):
             convs.append(_attention(config, in_width, out_width, last=last, edge_dim=edge_dim))
         else:
-            convs.append(_plain(config, in_width, out_width))
+            convs.append(_plain(config, in_width, out_width, edge_dim))
     return convs, torch.nn.ModuleList()
 
 
-def _plain(config: ModelConfig, width: int, out: int) -> torch.nn.Module:
+def _plain(config: ModelConfig, width: int, out: int, edge_dim: int | None = None) -> torch.nn.Module:
     name = config.name.removeprefix("hetero-")
     if name == "gcn":
         return GCNConv(width, out, residual=config.residual)
     if name == "gin":
         mlp = MLP([width, out, out], act=activation(config.act), norm=config.norm)
-        return GINConv(mlp, train_eps=config.train_eps)
+        return GINConv(mlp, train_eps=config.train_eps, edge_dim=edge_dim)
     assert name == "sage"
     pool = config.aggr == "pool"
-    return SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool)
+    return SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool, edge_dim=edge_dim)
 
 
 def _attention(config: ModelConfig, width: int, out: int, *, last: bool, edge_dim: int | None) -> torch.nn.Module:
@@ -126,6 +127,7 @@ def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:
     return GCN2Conv(config.hidden, config.alpha, config.theta, index + 1, shared_weights=config.shared_weights)
 
 
-def _block(config: ModelConfig, index: int) -> torch.nn.Module:
-    conv = GENConv(config.hidden, config.hidden, norm="batch" if config.norm == "batch" else "layer")
+def _block(config: ModelConfig, index: int, *, edge_dim: int | None) -> torch.nn.Module:
+    norm = "batch" if config.norm == "batch" else "layer"
+    conv = GENConv(config.hidden, config.hidden, norm=norm, edge_dim=edge_dim)
     return ResPlusBlock(conv, make_norm(config.norm, config.hidden), activation(config.act), config.dropout)

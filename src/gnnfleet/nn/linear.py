@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.norm import make_norm
 from gnnfleet.ops.linear import sum_linear
@@ -37,6 +38,16 @@ def apply_linear(lin: Any, x: Tensor, *, rows: int | None = None, relu: bool = F
 def to_float32(t: Tensor) -> Tensor:
     """Convert the bfloat16 rows of products under autocast to float32, for scores and sums."""
     return t.float() if t.dtype == torch.bfloat16 else t
+
+
+def edge_rows(attr: Tensor | None, lin: Any, dtype: torch.dtype) -> Tensor | None:
+    """[E, F] edge features as ``lin`` reads them; None without them or without ``lin``. Raises ConfigError."""
+    if attr is None or lin is None:
+        return None
+    attr, width = attr[:, None] if attr.dim() == 1 else attr, lin.weight.shape[1]
+    if attr.shape[1] != width:
+        raise ConfigError(f"edge features must have {width} columns, found {attr.shape[1]}")
+    return attr.to(dtype)
 
 
 def should_transform_first(view: GraphView, in_width: int, out_width: int) -> bool:

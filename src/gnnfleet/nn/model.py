@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 _AFTER, _BEFORE, _LAST, _INPUT, _MASK_STRIDE = 0, 1, 2, 3, 4
 # A type is small if it has at most this fraction of the nodes of the largest type.
 _SMALL_TYPE = 10
+# Models that read the edge weight as a column of the edge features, since their sums have weights of their own.
+_WEIGHT_AS_COLUMN = ("gat", "gatv2", "res+")
 # Convolutions with a fused ReLU.
 _FUSES_RELU = ("sage", "gcn", "gat", "gatv2")
 
@@ -42,8 +44,9 @@ class GNN(Model):
 
     ``in_channels`` is the width of the features, by node type if there are several. Nodes of width 0 get learnable
     embeddings, ``num_nodes`` of each type. ``edge_types`` orders the relations; ``target`` is the node type of the
-    output, None for all. ``edge_dim`` is the width of edge features. With ``owned_ids`` the embedding tables hold
-    the rows of these nodes only, by type. Raises ConfigError.
+    output, None for all. ``edge_dim`` is the width of edge features; with ``edge_weight`` the layers that transform
+    these read the weights as one more column. With ``owned_ids`` the embedding tables hold the rows of these nodes
+    only, by type. Raises ConfigError.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class GNN(Model):
         num_nodes: Mapping[str, int] | None = None,
         target: str | None = None,
         edge_dim: int | None = None,
+        edge_weight: bool = False,
         owned_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
@@ -63,6 +67,7 @@ class GNN(Model):
             in_channels = {edge_types[0].src: in_channels}
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
         self.num_nodes, self.edge_dim = num_nodes, edge_dim
+        self.edge_weight = edge_weight and config.name in _WEIGHT_AS_COLUMN
         self.edge_types = tuple(edge_types or ())
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
         self.hetero = len(widths) > 1 or config.name in HETERO_MODELS
@@ -84,7 +89,8 @@ class GNN(Model):
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
         types = {"edge_types": self.edge_types, "read_types": self._read_types}
-        self.convs, self.lins = make_layers(config, first, out_channels, **types, edge_dim=edge_dim)  # type: ignore[arg-type]
+        columns = (edge_dim or 0) + self.edge_weight or None
+        self.convs, self.lins = make_layers(config, first, out_channels, **types, edge_dim=columns)  # type: ignore[arg-type]
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
@@ -202,12 +208,24 @@ class GNN(Model):
             options["precomputed_product"] = precomputed_product
         if relu:
             options["relu"] = True
-        if self.config.name == "gcn":
-            options["weight"] = self._weight(view)
-        elif self.config.name in ("gat", "gatv2") and conv.lin_edge is not None:
-            options["edge_attr"] = view.attr
+        if self.config.name == "rgcn":
+            options["weighted"] = self.config.edge_weight
+        else:
+            options |= self._edge_data(view)
         out: Tensor = conv(view, x, **options)
         return out
+
+    def _edge_data(self, view: GraphView) -> dict[str, Tensor]:
+        """Weights and features of the edges, as arguments of a conv."""
+        weight, attr = self._weight(view), view.attr if self.edge_dim else None
+        if self.config.name in _WEIGHT_AS_COLUMN:
+            if self.edge_weight and weight is None:
+                raise InputError("the model was built for edge weights, and this graph has none: import them")
+            columns = [attr, weight[:, None]] if self.edge_weight and weight is not None else [attr]
+            rows = [table for table in columns if table is not None]
+            return {"edge_attr": torch.cat(rows, 1) if len(rows) > 1 else rows[0]} if rows else {}
+        data = {"weight": weight, "edge_attr": attr}
+        return {name: values for name, values in data.items() if values is not None}
 
     def _deep_layer(self, index: int, view: GraphView, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if index == 0:
@@ -223,7 +241,8 @@ class GNN(Model):
     def _block_layer(self, index: int, view: GraphView, x: Tensor) -> Tensor:
         block = self.convs[index]
         assert isinstance(block, ResPlusBlock)
-        x = block.conv(view, self.lins[0](x)) if index == 0 else block(view, x)
+        data = self._edge_data(view)
+        x = block.conv(view, self.lins[0](x), **data) if index == 0 else block(view, x, **data)
         if index < self.num_layers - 1:
             return x
         first = self.convs[0]  # layer 0 skips its norm: PyG's DeeperGCN applies it after the last block
@@ -240,6 +259,8 @@ class GNN(Model):
         options: dict[str, Any] = {"only": read}
         if self.config.name == "rgcn":
             options["only"] = self.target if last else None
+        if self.config.name != "hgt":
+            options["weighted"] = self.config.uses_edge_weight
         if aggregated is not None:
             assert isinstance(aggregated, Mapping)
             options["aggregated"] = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
@@ -312,13 +333,13 @@ class GNN(Model):
         return view.dropout(x, p, mask_id=mask_id) if self.training and p else x
 
     def _weight(self, view: GraphView) -> Tensor | None:
-        return view.weight if self.config.edge_weight else None
+        return view.weight if self.config.uses_edge_weight else None
 
     def precompute(self, view: GraphView, x: Features) -> Aggregate | None:
         """Aggregate of the features in the first layer if no step changes it, else None.
 
-        It is constant for gcn, sage (mean, max), gin and rgcn on features alone, without input dropout. Pass it back as
-        ``aggregated`` with the same view and features.
+        It is constant for gcn, sage (mean, max), gin and rgcn on node features alone, without input dropout. Pass it
+        back as ``aggregated`` with the same view and features.
         """
         name = self.config.name
         if self.embeddings or self.config.input_dropout or name not in ("gcn", "sage", "gin", "rgcn"):
@@ -326,7 +347,8 @@ class GNN(Model):
         conv: Any = self.convs[0]
         with torch.no_grad():
             if name == "rgcn":
-                return view.aggregate_relations(self._raw(view, x), reduce=conv.aggr)
+                relations: Aggregate = conv.aggregate(view, self._raw(view, x), weighted=self.config.edge_weight)
+                return relations
             rows = self._input_rows(view, x)
             out: Tensor | None = conv.aggregate(view, rows, weight=self._weight(view))
         return out
@@ -335,7 +357,8 @@ class GNN(Model):
     def supports_column_split(self) -> bool:
         plain = not (self.embeddings or self.config.input_dropout or self.config.input_norm != "none" or self.hetero)
         conv: Any = self.convs[0]
-        return plain and (self.config.name == "gcn" or (self.config.name == "sage" and not conv.project))
+        is_sum = self.config.name == "sage" and not conv.project and conv.lin_edge is None
+        return plain and (self.config.name == "gcn" or is_sum)
 
     def column_partial(self, view: GraphView, x: Tensor, columns: slice) -> Tensor:
         conv: Any = self.convs[0]
@@ -379,7 +402,8 @@ def build_model(
         out_channels = graph.nodes[target].num_classes
     widths = {kind: 0 if table.x is None else int(table.x.shape[1]) for kind, table in graph.nodes.items()}
     counts = {kind: table.count for kind, table in graph.nodes.items()}
-    attr = next(iter(graph.edges.values())).attr if len(graph.edges) == 1 else None
+    edges = next(iter(graph.edges.values())) if len(graph.edges) == 1 else None
+    attr = None if edges is None or not config.uses_edge_features else edges.attr
     return (SignModel if config.name == "sign" else GNN)(
         config,
         widths if len(widths) > 1 or config.name in HETERO_MODELS else next(iter(widths.values())),
@@ -387,7 +411,8 @@ def build_model(
         edge_types=tuple(graph.edges),
         num_nodes=counts,
         target=None if every_type else target,
-        edge_dim=int(attr.shape[1]) if attr is not None and config.edge_features else None,
+        edge_dim=None if attr is None else int(attr.shape[1]) or None,
+        edge_weight=edges is not None and edges.weight is not None and config.uses_edge_weight,
         owned_ids=owned_ids,
     )
 

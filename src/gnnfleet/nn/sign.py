@@ -167,7 +167,7 @@ class SignModel(Model):
             for kind, of in ends.items()
         }
         if len(self.edge_types) > 1 or len(sources) > 1:
-            out = view.aggregate_relations(sources, reduce="mean")
+            out = view.aggregate_relations(sources, reduce="mean", weighted=self.config.edge_weight)
             return {edge_type: torch.split(rows, widths[edge_type.src], 1) for edge_type, rows in out.items()}
         weight = view.weight if self.config.edge_weight else None
         (rows,) = sources.values()

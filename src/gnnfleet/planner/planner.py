@@ -25,6 +25,7 @@ from gnnfleet.graph.partition.partitioned_graph import Partition
 from gnnfleet.graph.store import save_store
 from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.nn.unused_data import describe_unused
 from gnnfleet.planner.profiler import profile_machine
 from gnnfleet.planner.trial_runs import (
     WARMUP_STEPS,
@@ -64,6 +65,7 @@ class StrategyPlan:
     goal: str
     best: CostEstimate | None
     reasons: tuple[str, ...]
+    remarks: tuple[str, ...] = ()  # data that the model does not use
 
     def as_json(self) -> dict[str, Any]:
         best = self.best
@@ -71,6 +73,7 @@ class StrategyPlan:
             "goal": self.goal,
             "recommended": best and {"strategy": dict(best.settings), "workers": best.workers},
             "why": list(self.reasons),
+            "remarks": list(self.remarks),
             "fits": [{**asdict(estimate), "seconds_per_pass": estimate.seconds_per_pass} for estimate in self.fits],
             "refused": [asdict(estimate) for estimate in self.refused],
         }
@@ -119,6 +122,7 @@ def make_plan(
         progress = stack.enter_context(make_progress(quiet))
         if on_events:
             estimates = _estimate_events(stored, base, bandwidth, scratch, progress)
+            remarks = describe_unused(base.model, stored)
         else:
             accepted = {option for config in configs for option in type(config.strategy).model_fields}
             valid = {option: value for option, value in options.items() if option in accepted}
@@ -128,10 +132,12 @@ def make_plan(
                 print_note(remark, quiet=quiet)
             settings = {**settings, "model": base.model.model_dump(exclude_unset=True)}
             planner = _GraphPlanner(stored, base, fanouts, batch, bandwidth, scratch, progress, quiet)
+            remarks = describe_unused(base.model, stored, planner.validated.model)
             estimates = [estimate for config in configs for estimate in planner.estimate(config)]
             if bandwidth is None:
                 estimates = planner.with_trials(estimates, _without_strategy(settings))
-    return _recommend([*estimates, *refused], base.memory, goal, EVENT_GOALS if on_events else GRAPH_GOALS)
+    plan = _recommend([*estimates, *refused], base.memory, goal, EVENT_GOALS if on_events else GRAPH_GOALS)
+    return replace(plan, remarks=remarks)
 
 
 def _plans_events(graph: Graph, settings: Mapping[str, Any], only: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from gnnfleet.graph.validate import validate_graph
 from gnnfleet.io.bundle import Bundle
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
+from gnnfleet.nn.unused_data import describe_unused
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.remarks import print_note
 from gnnfleet.training.build import validate, validate_events
@@ -125,7 +126,7 @@ def _validate(graph: Graph, config: RunConfig) -> tuple[Graph, OutputSchema | No
     """(graph to train on, output schema of a node task, remarks for the user); raises the errors of ``validate``."""
     if config.spec.input == "events":
         validate_events(graph, config)
-        return graph, None, ()
+        return graph, None, describe_unused(config.model, graph)
     # Each rank initializes the learnable rows it owns; none are needed here.
     validated = validate(graph, config, {kind: torch.empty(0, dtype=torch.int64) for kind in graph.nodes})
     config.strategy.check_task(validated.task)

@@ -21,6 +21,7 @@ from gnnfleet.nn.base import Model
 from gnnfleet.nn.heads import NodeHead
 from gnnfleet.nn.pyg.native import describe
 from gnnfleet.nn.temporal.model import EventDims, TemporalModel
+from gnnfleet.nn.unused_data import describe_unused
 from gnnfleet.strategies.config import EventConfig
 from gnnfleet.strategies.job import PRECISIONS, EventJob, Job, OwnedIds
 from gnnfleet.strategies.job import RankContext as RankContext
@@ -131,7 +132,8 @@ def build(graph: Graph, config: RunConfig, *, context: RankContext | None = None
     context = context or RankContext()
     if config.spec.input == "events":
         job = make_event_job(graph, config, context)
-        return BuiltRun(build_strategy(config.strategy, job), graph, job.task, None, world=context.world)
+        remarks = describe_unused(config.model, graph)
+        return BuiltRun(build_strategy(config.strategy, job), graph, job.task, None, None, remarks, context.world)
     return _assemble(validate(graph, config, context.owned_ids), config, context)
 
 
@@ -179,12 +181,14 @@ def _validated_nodes(graph: Graph, config: RunConfig, output: OutputSchema, owne
     target = output.target_in(graph)
     head = output.head(config.train)
     model = seeded_model(graph, config, output.num_classes, owned_ids)
-    return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output, describe(model))
+    remarks = (*describe(model), *describe_unused(config.model, graph, model))
+    return ValidatedRun(graph, NodeTask(target, graph.nodes[target], head), model, output, remarks)
 
 
 def _validated_links(graph: Graph, config: RunConfig, owned_ids: OwnedIds, *, training: bool) -> ValidatedRun:
     task, model = build_links(graph, config, training=training, owned_ids=owned_ids)
-    remarks = describe(model) if task.masks_edges else (*describe(model), LEAKAGE_WARNING)
+    remarks = (*describe(model), *describe_unused(config.model, graph, model))
+    remarks = remarks if task.masks_edges else (*remarks, LEAKAGE_WARNING)
     return ValidatedRun(task.data.graph, task, model, remarks=remarks)
 
 

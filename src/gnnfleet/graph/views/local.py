@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations, MergedRelations, StackedEdges
 from gnnfleet.graph.views.row_index import take_rows
 from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, ViewBase, last_loops_of
+from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, ViewBase, last_loops_of, relation_weight
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -46,7 +46,7 @@ class LocalEdges:
     attr: Tensor | None = None
     sampling_scale: Callable[[], Tensor] | None = None  # → [R] float64: edges in the store per sampled edge
     is_store_order: bool = True  # edge ids never decrease within a row
-    cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def select(
         self, structure: CSR, selection: slice | Tensor, sampling_scale: Callable[[], Tensor] | None = None
@@ -54,6 +54,14 @@ class LocalEdges:
         """Select edges without reordering them; ``structure`` is theirs."""
         weight, attr = (None if data is None else data[selection] for data in (self.weight, self.attr))
         return LocalEdges(structure, self.edge_ids[selection], weight, attr, sampling_scale, self.is_store_order)
+
+    @property
+    def num_rows(self) -> int:
+        return self.structure.num_rows
+
+    @property
+    def rows(self) -> Tensor:
+        return self.structure.row.long()
 
     @property
     def tie_ids(self) -> Tensor | None:
@@ -66,7 +74,8 @@ class LocalEdges:
             structure, edge = self.structure.with_self_loops
             loop_ids = SELF_LOOP_IDS + node_ids[structure.col.long()]
             self.cache["ids"] = torch.where(edge < 0, loop_ids, select_or_fill(self.edge_ids, edge, fill=0))
-        return self.cache["ids"]
+        ids: Tensor = self.cache["ids"]
+        return ids
 
     @cached_property
     def last_loops(self) -> tuple[Tensor, Tensor]:
@@ -146,25 +155,29 @@ class LocalView(ViewBase[LocalEdges]):
         return sums.aggregate_with_self(edges.structure, x, mean=reduce == "mean")
 
     def aggregate_relations(
-        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None, weighted: bool = False
     ) -> dict[EdgeType, Tensor]:
-        return {
-            edge_type: edges.scaled(
-                sums.aggregate(edges.structure, x[edge_type.src], reduce=reduce, ties=edges.tie_ids), reduce
-            )
-            for edge_type, edges in self.relations.items()
-            if into in (None, edge_type.dst)
-        }
+        outs = {}
+        for edge_type, edges in self.relations.items():
+            if into in (None, edge_type.dst):
+                rows = x[edge_type.src]
+                weight = relation_weight(edges, reduce, sums.accumulate_dtype(rows.dtype)) if weighted else None
+                out = sums.aggregate(edges.structure, rows, reduce=reduce, weight=weight, ties=edges.tie_ids)
+                outs[edge_type] = edges.scaled(out, reduce)
+        return outs
 
-    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
+    def combine_relations(
+        self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum", weighted: bool = False
+    ) -> Tensor:
         assert len(self.nodes) == 1, "edge types of several node types have different rows"
         if reduce == "sum" and any(relation.sampling_scale is not None for relation in self.relations.values()):
             (node_type,) = self.nodes
-            sums_by_type = self.aggregate_relations({node_type: x}, reduce=reduce).values()
+            sums_by_type = self.aggregate_relations({node_type: x}, reduce=reduce, weighted=weighted).values()
             return torch.stack([total * coefficient[i] for i, total in enumerate(sums_by_type)]).sum(0)
-        structures = [relation.structure for relation in self.relations.values()]
-        merged: MergedRelations = self.merged.get(self.relations, None, lambda: MergedRelations.of(structures))
-        return merged.combine(x, coefficient, reduce=reduce)
+        relations, key = list(self.relations.values()), (reduce, weighted)
+        make = partial(MergedRelations.of, relations, reduce, weighted=weighted)
+        merged: MergedRelations = self.merged.get(self.relations, key, make)
+        return merged.combine(x, coefficient)
 
     def attend(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.views.view_base import EdgeTables, edge_factors
 from gnnfleet.ops import csr
 from gnnfleet.ops.aggregate import aggregate
 from gnnfleet.ops.csr import CSR
@@ -27,8 +28,13 @@ class CombinesRelations(Protocol):
     @property
     def edge_types(self) -> tuple[EdgeType, ...]: ...
 
-    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str) -> Tensor:
+    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str, weighted: bool = False) -> Tensor:
         """[N_dst, F]: Σ_r coefficient[r] · (sum or mean over the edges of type r), in the order of ``edge_types``."""
+
+
+class _RelationEdges(EdgeTables, Protocol):
+    @property
+    def structure(self) -> CSR: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,23 +43,22 @@ class MergedRelations:
 
     structure: CSR
     relation: Tensor  # [E] int64: the index of the edge type
-    mean_weight: Tensor  # [E] one over the number of edges of that type into the same destination
+    factor: Tensor  # [E] float64: in the sum or mean over the edges of that type
 
     @classmethod
-    def of(cls, structures: list[CSR]) -> MergedRelations:
+    def of(cls, relations: Sequence[_RelationEdges], reduce: str, *, weighted: bool) -> MergedRelations:
+        structures = [edges.structure for edges in relations]
         rows = torch.cat([edges.row for edges in structures])
         cols = torch.cat([edges.col for edges in structures])
         sizes = torch.tensor([edges.num_edges for edges in structures])
         relation = torch.repeat_interleave(torch.arange(len(structures)), sizes)
-        mean = torch.cat([edges.indptr.diff().double()[edges.row.long()] for edges in structures]).reciprocal()
+        factor = torch.cat([edge_factors(edges, reduce, weighted=weighted) for edges in relations])
         indptr, order = csr.counting_sort(rows, structures[0].num_rows)
-        return cls(CSR(indptr, cols[order], structures[0].num_cols), relation[order], mean[order])
+        return cls(CSR(indptr, cols[order], structures[0].num_cols), relation[order], factor[order])
 
-    def combine(self, x: Tensor, coefficient: Tensor, *, reduce: str) -> Tensor:
+    def combine(self, x: Tensor, coefficient: Tensor) -> Tensor:
         weight = coefficient[self.relation]
-        if reduce == "mean":
-            weight = weight * self.mean_weight.to(weight.dtype)
-        return aggregate(self.structure, x, weight=weight)
+        return aggregate(self.structure, x, weight=weight * self.factor.to(weight.dtype))
 
 
 @dataclass(frozen=True, eq=False)

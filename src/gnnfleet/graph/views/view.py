@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from gnnfleet.graph.graph import EdgeType
@@ -91,9 +92,21 @@ class GraphView(Protocol):
         """(``aggregate(x)``, ``x[:num_dst]``), with one backward pass for both."""
 
     def aggregate_relations(
-        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None, weighted: bool = False
     ) -> dict[EdgeType, Tensor]:
-        """Aggregate every edge type, or those into one node type: {edge type: [N_dst of its destinations, F]}."""
+        """Aggregate every edge type, or those into one node type: {edge type: [N_dst of its destinations, F]}.
+
+        With ``weighted`` a sum is Σ w x and a mean Σ w x / Σ |w|, with the store's weights of the types that have some.
+        """
+
+    def relative_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E] each weight over the mean magnitude of those into its destination; 0 where all are 0.
+
+        With it, ``reduce="mean"`` gives Σ w x / Σ |w|, also on sampled blocks. Differentiable in the weights.
+        """
+
+    def mean_attr(self, attr: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+        """[N_dst, F] mean of ``attr`` [E, F] over in-edges, times ``weight`` [E]. Needs no exchange; cached."""
 
     def attend(
         self,

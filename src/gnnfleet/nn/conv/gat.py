@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, apply_linear, glorot_, to_float32
+from gnnfleet.nn.linear import GlorotLinear, apply_linear, edge_rows, glorot_, to_float32
 from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 
@@ -53,15 +52,6 @@ class AttentionConv(torch.nn.Module):
             child.reset_parameters()  # type: ignore[operator]
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
-
-    def _edge_rows(self, attr: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """[E, edge_dim]; None if the layer or the graph has no edge features."""
-        if attr is None or self.edge_dim is None:
-            return None
-        attr = attr[:, None] if attr.dim() == 1 else attr
-        if attr.shape[1] != self.edge_dim:
-            raise ConfigError(f"edge features must have {self.edge_dim} columns, found {attr.shape[1]}")
-        return attr.to(dtype)
 
     def _attend(self, view: GraphView, value: Tensor, x: Tensor, *, relu: bool, **terms: Any) -> Tensor:
         """[N_dst, H·C], or [N_dst, C] if heads are averaged; ``terms`` are those of the score in ``view.attend``."""
@@ -122,7 +112,7 @@ class GATConv(AttentionConv):
             fold = self._spread() @ self.lin.weight
         value, scores = multi_linear(x, [self.lin.weight, fold])
         src, dst = to_float32(scores).chunk(2, 1)
-        edge = self._edge_term(self._edge_rows(edge_attr, src.dtype))
+        edge = self._edge_term(edge_rows(edge_attr, self.lin_edge, src.dtype))
         return self._attend(view, value, x, relu=relu, src=src, dst=first_rows(dst, view.num_dst), edge=edge)
 
     def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +178,7 @@ class GATv2Conv(AttentionConv):
             dst = first_rows(src, view.num_dst)
         else:
             dst = to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
-        attr = self._edge_rows(edge_attr, src.dtype)
+        attr = edge_rows(edge_attr, self.lin_edge, src.dtype)
         edge = None if attr is None or self.lin_edge is None else to_float32(self.lin_edge(attr))
         return self._attend(view, left, x, relu=relu, src=src, dst=dst, edge=edge, **self.score_options)
 

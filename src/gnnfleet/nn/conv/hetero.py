@@ -54,15 +54,24 @@ class HeteroConv(torch.nn.Module):
             module.reset_parameters()  # type: ignore[operator]
 
     def forward(
-        self, view: GraphView, x: Mapping[str, Tensor], *, only: Collection[str] | None = None
+        self,
+        view: GraphView,
+        x: Mapping[str, Tensor],
+        *,
+        only: Collection[str] | None = None,
+        weighted: bool = False,
     ) -> dict[str, Tensor]:
-        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to some types."""
+        """{node type: [N_src, in]} → {node type: [N_dst, out]}; ``only`` limits the output to some types.
+
+        With ``weighted`` edge weights sums are Σ w x and means Σ w x / Σ |w|; attention and maxima do not read them.
+        """
         convs = {kind: self.convs[type_key(kind)] for kind in self.edge_types if only is None or kind.dst in only}
         missing = [str(kind) for kind in convs if kind not in view.edge_types]
         if missing:
             raise ConfigError(f"the layer has edge types that the graph lacks: {', '.join(missing)}")
         attention = {kind: conv for kind, conv in convs.items() if isinstance(conv, AttentionConv)}
-        outs = self._sums(view, x, {kind: conv for kind, conv in convs.items() if kind not in attention})
+        sums = {kind: conv for kind, conv in convs.items() if kind not in attention}
+        outs = self._sums(view, x, sums, weighted=weighted)
         outs |= self._attention(view, x, attention)
         out: dict[str, Tensor] = {}
         for kind in [kind for kind in x if only is None or kind in only]:
@@ -74,13 +83,14 @@ class HeteroConv(torch.nn.Module):
         return out
 
     def _sums(
-        self, view: GraphView, x: Mapping[str, Tensor], convs: Mapping[EdgeType, torch.nn.Module]
+        self, view: GraphView, x: Mapping[str, Tensor], convs: Mapping[EdgeType, torch.nn.Module], *, weighted: bool
     ) -> dict[EdgeType, Tensor]:
         reduce = {kind: conv.aggr if isinstance(conv, SAGEConv) else "sum" for kind, conv in convs.items()}
         outs: dict[EdgeType, Tensor] = {}
         types = {kind.dst for kind in convs}
         for name in dict.fromkeys(reduce.values()):
-            aggregates = view.aggregate_relations(x, reduce=name, into=min(types) if len(types) == 1 else None)
+            into, reads = min(types) if len(types) == 1 else None, weighted and name != "max"
+            aggregates = view.aggregate_relations(x, reduce=name, into=into, weighted=reads)
             for kind in [kind for kind in convs if reduce[kind] == name]:
                 outs[kind] = convs[kind](view.for_type(kind.dst), x[kind.dst], aggregated=aggregates[kind])
         return outs

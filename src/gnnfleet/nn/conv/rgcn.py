@@ -19,6 +19,7 @@ RelationRows = Mapping[EdgeType, Tensor]
 class RGCNConv(torch.nn.Module):
     """x'_i = Θ_root x_i + Σ_r mean_{j ∈ N_r(i)} Θ_r x_j + b, Θ_r = Σ_b comp_rb V_b with ``num_bases``.
 
+    With ``weighted`` edge weights the mean is Σ w x / Σ |w|, the sum Σ w x.
     Parameters ``weight`` [R or bases, in, out], ``comp`` [R, bases], ``root`` [in, out], ``bias``, as PyG's.
     ``relations`` orders the edge types of the weights; by default they are those of the view, in its order.
     """
@@ -61,6 +62,7 @@ class RGCNConv(torch.nn.Module):
         *,
         only: str | None = None,
         aggregated: RelationRows | None = None,
+        weighted: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """{node type: [N_src, in]} → {node type: [N_dst, out]}, or tensor → tensor for one node type.
 
@@ -70,12 +72,20 @@ class RGCNConv(torch.nn.Module):
             if len(view.node_types) != 1:
                 raise ConfigError(f"features must come by node type: the graph has {', '.join(view.node_types)}")
             (kind,) = view.node_types
-            if aggregated is None and self.aggr in ("sum", "mean") and (out := self._combine(view, x)) is not None:
-                return out
-            return self._relate(view, {kind: x}, only=None, aggregated=aggregated)[kind]
-        return self._relate(view, x, only=only, aggregated=aggregated)
+            if aggregated is None and self.aggr in ("sum", "mean"):
+                out = self._combine(view, x, weighted=weighted)
+                if out is not None:
+                    return out
+            return self._relate(view, {kind: x}, only=None, aggregated=aggregated, weighted=weighted)[kind]
+        return self._relate(view, x, only=only, aggregated=aggregated, weighted=weighted)
 
-    def _combine(self, view: GraphView, x: Tensor) -> Tensor | None:
+    def aggregate(
+        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None, weighted: bool = False
+    ) -> RelationRows:
+        """[N_dst, in] aggregate of neighbours by edge type, the part that does not depend on the parameters."""
+        return view.aggregate_relations(x, reduce=self.aggr, into=only, weighted=weighted and self.aggr != "max")
+
+    def _combine(self, view: GraphView, x: Tensor, *, weighted: bool) -> Tensor | None:
         """Aggregate per basis instead of per relation if that is cheaper; None if it is not.
 
         Σ_r mean_r(x) Θ_r = Σ_b (Σ_r comp_rb mean_r(x)) V_b, without rows for all pairs of nodes and relations.
@@ -86,15 +96,21 @@ class RGCNConv(torch.nn.Module):
         indices = torch.tensor([weight_index[kind] for kind in view.edge_types])
         out = self._root_term(view, x)
         for basis, matrix in enumerate(self.weight):
-            combined = view.combine_relations(x, self.comp[indices, basis], reduce=self.aggr)
+            combined = view.combine_relations(x, self.comp[indices, basis], reduce=self.aggr, weighted=weighted)
             out = _add_product(out, combined, matrix)
         return out
 
     def _relate(
-        self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None, aggregated: RelationRows | None
+        self,
+        view: GraphView,
+        x: Mapping[str, Tensor],
+        *,
+        only: str | None,
+        aggregated: RelationRows | None,
+        weighted: bool,
     ) -> dict[str, Tensor]:
         if aggregated is None:  # without ``relations`` weights go by the order of all edge types
-            aggregated = view.aggregate_relations(x, reduce=self.aggr, into=only if self.relations else None)
+            aggregated = self.aggregate(view, x, only=only if self.relations else None, weighted=weighted)
         weight_index = self._weight_index(list(aggregated))
         weight: Tensor = self.weight
         if self.comp is not None:

@@ -49,6 +49,11 @@ class PygModule(Model):
         self.separate_layers: ModuleLayers | None = None
         self.reason_whole = ""  # why it runs as a whole; empty if the user chose it
 
+    @property
+    def inputs(self) -> set[str]:
+        """Names in ``INPUTS`` that the module takes."""
+        return {name for name, _ in self._inputs.values()}
+
     def split(self, graph: Graph) -> None:
         """Run layer by layer from now on, or set ``reason_whole``. ``graph`` has the widths of the inputs."""
         reader = next(filter(reads_all_nodes, self.module.modules()), None)

@@ -27,8 +27,8 @@ _signature = cache(inspect.signature)
 
 
 class _GENConv(GENConv):
-    def forward(self, view: GraphView, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.combine(view, x))
+    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None) -> Tensor:
+        out: Tensor = self.mlp(self.combine(view, x, edge_attr))
         return out
 
 
@@ -50,7 +50,13 @@ def _gen(module: Any) -> dict[str, Any] | None:
     softmax = module.aggr_module
     if hasattr(module, "msg_norm") or softmax.semi_grad or softmax.channels != 1:
         return None
-    return {"aggr_module": SimpleNamespace(t=softmax.t, is_one=not softmax.learn and softmax.t == 1)}
+    t = softmax.t if isinstance(softmax.t, Tensor) else torch.tensor([softmax.t])
+    aggregation = SimpleNamespace(t=t, is_one=not softmax.learn and softmax.t == 1)
+    return {"aggr_module": aggregation, "lin_edge": getattr(module, "lin_edge", None)}
+
+
+def _sage(module: Any) -> dict[str, Any]:
+    return {"in_channels": module.lin_l.weight.shape[1], "lin_edge": None}
 
 
 def _rgcn(module: Any) -> dict[str, Any] | None:
@@ -65,14 +71,15 @@ class Peer(NamedTuple):
 
 
 _PEERS = {
-    "SAGEConv": Peer(SAGEConv, lambda module: {"in_channels": module.lin_l.weight.shape[1]}, _REDUCES),
+    "SAGEConv": Peer(SAGEConv, _sage, _REDUCES),
     "GATConv": Peer(GATConv, _attention, edge_input="edge_attr"),
     "GATv2Conv": Peer(GATv2Conv, _attention, edge_input="edge_attr"),
-    "GINConv": Peer(GINConv, lambda _: {}),
+    "GINConv": Peer(GINConv, lambda _: {"lin": None}),
+    "GINEConv": Peer(GINConv, lambda module: None if module.lin is None else {}, edge_input="edge_attr"),
     "GCNConv": Peer(GCNConv, _gcn, edge_input="edge_weight"),
     "GCN2Conv": Peer(GCN2Conv, _gcn, edge_input="edge_weight"),
     "RGCNConv": Peer(RGCNConv, _rgcn, _REDUCES, "edge_type"),
-    "GENConv": Peer(_GENConv, _gen, ("softmax",)),
+    "GENConv": Peer(_GENConv, _gen, ("softmax",), "edge_attr"),
 }
 
 
@@ -111,6 +118,7 @@ def run_native(
         or index.sources != (True, False)
         or not all(isinstance(t, Tensor) and t.dim() == 2 and len(t) == view.num_src for t in rows)
         or not all(name == peer.edge_input and not t._version and t is own.get(name) for name, t in others.items())
+        or (peer.layer is _GENConv and others and not hasattr(module, "lin_edge"))  # adds features as they are
     ):
         assert index.fetcher.aggregated is None if isinstance(index, SourceIndex) else True, "its edges are left out"
         out = forward(*args, **kwargs)
@@ -136,7 +144,8 @@ def aggregate_features(view: GraphView, module: Any, x: Tensor, *, weight: Tenso
         return None
     layer: Any = _layer_of(peer, module, 0)
     with torch.no_grad():
-        out: Tensor | None = peer.layer.aggregate(layer, view, x, weight=weight)
+        uses_weight = peer.edge_input == "edge_weight"
+        out: Tensor | None = peer.layer.aggregate(layer, view, x, weight=weight if uses_weight else None)
     return out
 
 

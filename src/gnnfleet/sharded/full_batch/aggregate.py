@@ -33,6 +33,12 @@ class RelationInput:
     blocks: tuple[EdgeBlock, ...]
     table_index: int  # index of the x that has its source rows
     degree: Tensor | None = None  # [n] int64: divisors of sums, for a mean
+    weight: Tensor | None = None  # [E] without gradient
+
+    def block_weight(self, q: int, weight: Tensor | None) -> Tensor | None:
+        """Weights of the edges of a block, by default ``self.weight``."""
+        weight = self.weight if weight is None else weight.detach()
+        return None if weight is None else weight[self.blocks[q].edges]
 
     def scale(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.degree is None else self.degree.clamp(min=1).to(dtype).reciprocal()
@@ -144,7 +150,7 @@ def _forward_sum(
     def on_rows(q: int, received: list[Tensor]) -> None:
         for index, relation in enumerate(call.inputs):
             block, x = relation.blocks[q], received[relation.table_index]
-            block_weight = None if weight is None else weight.detach()[block.edges]
+            block_weight = relation.block_weight(q, weight)
             row_scale = scales[index]
             scale = None if row_scale is None else block.select_rows(row_scale)
             if q == call.ring.local_block:
@@ -189,10 +195,9 @@ def _sum_by_destination(
     dweight = torch.empty_like(weight, dtype=grad.dtype) if weight is not None and xs and grad is not None else None
 
     def source_grad(relation: RelationInput, grad: Tensor, q: int, out: Tensor | None) -> Tensor:
-        block = relation.blocks[q]
-        by_source, positions = block.transposed
-        block_weight = None if weight is None else weight.detach()[block.edges][positions]
-        return sum_rows(by_source, grad, weight=block_weight, out=out)
+        by_source, positions = relation.blocks[q].transposed
+        block_weight = relation.block_weight(q, weight)
+        return sum_rows(by_source, grad, weight=None if block_weight is None else block_weight[positions], out=out)
 
     def on_sources(q: int, received: list[Tensor]) -> None:
         if dweight is not None and grad is not None:

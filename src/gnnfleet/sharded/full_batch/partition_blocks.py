@@ -21,7 +21,7 @@ from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
 from gnnfleet.graph.views.merged_relations import RELATION_IDS, stack_starts
-from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, last_loops_of, selected_degrees
+from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, edge_factors, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
 
 
@@ -83,6 +83,7 @@ class RelationBlocks:
         self.kind, self.part = kind, shard.part
         self._shard, self._nodes = shard, nodes
         self._degrees: dict[bool, Tensor] = {}  # by self_loops
+        self.cache: dict[str, Any] = {}
         self.edge_list: EdgeList | None = None  # a cache of ``make_edge_list``
 
     @property
@@ -92,6 +93,10 @@ class RelationBlocks:
     @property
     def num_edges(self) -> int:
         return len(self.edge_ids)
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.cat([edge_rows(block) for block in self.in_blocks])
 
     @cached_property
     def edge_ids(self) -> Tensor:
@@ -198,10 +203,6 @@ class RelationBlocks:
             self._degrees[self_loops] = _degree(self.blocks(self_loops=self_loops), self.num_rows)
         return self._degrees[self_loops]
 
-    def inverse_degree(self, dtype: torch.dtype, *, self_loops: bool) -> Tensor:
-        """[n] one over the number of in-edges; 1 for rows without."""
-        return self.degree(self_loops=self_loops).clamp(min=1).to(dtype).reciprocal()
-
     @cached_property
     def last_loops(self) -> tuple[Tensor, Tensor]:
         """(rows with a self-loop, position of the last one of each)."""
@@ -242,6 +243,7 @@ class PartitionBlocks:
         self.edges = {kind: RelationBlocks(shard, kind, self.nodes) for kind in shard.edge_types}
         self._plans: dict[tuple[str, str], ExchangePlan] = {}
         self._stacked: dict[Any, tuple[EdgeBlock, ...]] = {}
+        self._merged: dict[tuple[str, bool], MergedEdges] = {}
 
     def exchange_plan(self, kind: str, direction: str) -> ExchangePlan:
         """Plan of an exchange: of sources of a node type (``in``), or of destinations (``out``)."""
@@ -256,9 +258,10 @@ class PartitionBlocks:
             self._stacked[kinds, tuple(num_dst)] = _stack([self.edges[kind] for kind in kinds], self.edges, num_dst)
         return self._stacked[kinds, tuple(num_dst)]
 
-    @cached_property
-    def merged(self) -> MergedEdges:
-        return MergedEdges.of(list(self.edges.values()))
+    def merged(self, reduce: str, *, weighted: bool) -> MergedEdges:
+        if (reduce, weighted) not in self._merged:
+            self._merged[reduce, weighted] = MergedEdges.of(list(self.edges.values()), reduce, weighted=weighted)
+        return self._merged[reduce, weighted]
 
 
 def _part_degrees(blocks: PartitionBlocks, node_type: str) -> Degrees:
@@ -289,28 +292,28 @@ class MergedEdges:
 
     blocks: tuple[EdgeBlock, ...]
     relation: Tensor  # [E] int64: index of the edge's type
-    mean: Tensor  # [E] float64: one over the number of edges of that type into the same destination
+    factor: Tensor  # [E] float64: in the sum or mean over the edges of that type
 
     @classmethod
-    def of(cls, relations: Sequence[RelationBlocks]) -> MergedEdges:
-        inverse = [edges.inverse_degree(torch.float64, self_loops=False) for edges in relations]
-        merged_blocks, types, means, start = [], [], [], 0
+    def of(cls, relations: Sequence[RelationBlocks], reduce: str, *, weighted: bool) -> MergedEdges:
+        edge_factor = [edge_factors(edges, reduce, weighted=weighted) for edges in relations]
+        merged_blocks, types, factors, start = [], [], [], 0
         for q in range(len(relations[0].in_blocks)):
             blocks = [edges.in_blocks[q] for edges in relations]
             rows = [edge_rows(block) for block in blocks]
             sizes = torch.tensor(list(map(len, rows)))
-            mean = torch.cat([values[block_rows] for values, block_rows in zip(inverse, rows, strict=True)])
+            factor = torch.cat([values[block.edges] for values, block in zip(edge_factor, blocks, strict=True)])
             merged, order = _join(blocks, torch.cat(rows), start)
             merged_blocks.append(merged)
             types.append(torch.repeat_interleave(torch.arange(len(relations)), sizes)[order])
-            means.append(mean[order])
+            factors.append(factor[order])
             start = merged.edges.stop
-        return cls(tuple(merged_blocks), torch.cat(types), torch.cat(means))
+        return cls(tuple(merged_blocks), torch.cat(types), torch.cat(factors))
 
-    def weight(self, coefficient: Tensor, *, reduce: str) -> Tensor:
+    def weight(self, coefficient: Tensor) -> Tensor:
         """[E] the weight of each edge; differentiable in the coefficients of the types."""
         weight = coefficient[self.relation]
-        return weight * self.mean.to(weight.dtype) if reduce == "mean" else weight
+        return weight * self.factor.to(weight.dtype)
 
 
 def _stack(

@@ -18,8 +18,8 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.view import first_rows
-from gnnfleet.graph.views.view_base import NodeRows, ViewBase
-from gnnfleet.ops.aggregate import REDUCES
+from gnnfleet.graph.views.view_base import NodeRows, ViewBase, relation_weight
+from gnnfleet.ops.aggregate import REDUCES, accumulate_dtype
 from gnnfleet.ops.attend import RowCounts, prepare
 from gnnfleet.ops.attend_blocks import AttentionInputs
 from gnnfleet.ops.draws import DrawKey, Purpose
@@ -91,7 +91,7 @@ class PartitionedView(ViewBase[RelationBlocks]):
         return AggregationCall(self._exchange(), plans, (relation,), reverse, self.keep_fetched)
 
     def aggregate_relations(
-        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None, weighted: bool = False
     ) -> dict[EdgeType, Tensor]:
         _check_reduce(reduce, None)
         relations = {kind: edges for kind, edges in self.relations.items() if into in (None, kind.dst)}
@@ -100,7 +100,10 @@ class PartitionedView(ViewBase[RelationBlocks]):
             self._check_rows("features", x[kind], kind)
         inputs = tuple(
             RelationInput(
-                edges.in_blocks, kinds.index(kind.src), edges.degree(self_loops=False) if reduce == "mean" else None
+                edges.in_blocks,
+                kinds.index(kind.src),
+                edges.degree(self_loops=False) if reduce == "mean" else None,
+                relation_weight(edges, reduce, accumulate_dtype(x[kind.src].dtype)) if weighted else None,
             )
             for kind, edges in relations.items()
         )
@@ -110,11 +113,13 @@ class PartitionedView(ViewBase[RelationBlocks]):
         outs = aggregate_max(call, xs) if reduce == "max" else aggregate_sum(call, xs)
         return {kind: out.view(len(out), *x[kind.src].shape[1:]) for kind, out in zip(relations, outs, strict=True)}
 
-    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum") -> Tensor:
-        merged = self.blocks.merged
+    def combine_relations(
+        self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum", weighted: bool = False
+    ) -> Tensor:
+        merged = self.blocks.merged(reduce, weighted=weighted)
         plans, inputs = (self.blocks.exchange_plan(self._kind, "in"),), (RelationInput(merged.blocks, 0),)
         call = AggregationCall(self._exchange(), plans, inputs, keep_fetched=self.keep_fetched)
-        (out,) = aggregate_sum(call, [x], merged.weight(coefficient, reduce=reduce))
+        (out,) = aggregate_sum(call, [x], merged.weight(coefficient))
         return out
 
     def attend(
