@@ -55,7 +55,7 @@ def typed_graph() -> Graph:
     edges = {}
     for src, name, dst, count in edge_types:
         ends = [torch.randint(0, counts[node_type], (count,), generator=random) for node_type in (src, dst)]
-        weight = torch.randn(count, generator=random) if name in ("to", "like", "never") else None
+        weight = torch.rand(count, generator=random) + 0.1 if name in ("to", "like", "never") else None
         sizes = {"num_src": counts[src], "num_dst": counts[dst]}
         edges[EdgeType(src, name, dst)] = validated_edges(torch.stack(ends), **sizes, weight=weight)
     return Graph.of(nodes, edges)

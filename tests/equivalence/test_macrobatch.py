@@ -383,9 +383,9 @@ def test_unsupported_options_are_refused(pool: RankPool, folder: Path, tmp_path:
         ({"name": "sage", "norm": "batch"}, {}, "batch norm"),
         ({"name": "sage"}, {"fanouts": [3, 2]}, "one number per layer, 3; found 2"),
         ({"name": "gat"}, {"cache_inputs": True}, "does not allow strategy.cache_inputs"),
-        ({"name": "gat"}, {"split": "columns"}, "supports sage and gcn"),
+        ({"name": "sage"}, {"split": "columns"}, "without edge features in sage"),
         (
-            {"name": "sage"},
+            {"name": "sage", "edge_features": False},
             {"split": "columns", "cache": 1000},
             "strategy.cache has no effect with strategy.split=columns",
         ),

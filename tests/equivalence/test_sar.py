@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -313,3 +314,34 @@ def test_compressed_rows_give_close_losses_and_exact_evaluation(
         assert first == exact_first, "evaluation is exact"
         assert losses == pytest.approx(exact_losses, rel=tolerance), model
         assert losses != exact_losses and sent < 0.7 * exact_sent, model
+
+
+def packages(path: Path) -> Graph:
+    """Debian packages; a dependency has its kind as features, and a weight by kind."""
+    data = np.load(path)
+    kind = torch.from_numpy(data["edge_type"]).long()
+    features = torch.nn.functional.one_hot(kind).float()
+    split = torch.from_numpy(np.select([data["train_mask"], data["val_mask"]], [0, 1], 2))
+    x, y = (torch.from_numpy(data[name]) for name in ("x", "y"))
+    index, weight = torch.from_numpy(data["edge_index"]).long(), torch.tensor([1.0, 0.5, 0.25])[kind]
+    return Graph(index, x=x[:, :32].float(), y=y, split=split, edge_weight=weight, edge_attr=features)
+
+
+def one_step(world: World, store: str, parts: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    context = None if parts is None else RankContext(world, Partition.open(parts).shard(world.rank))
+    strategy = build(open_store(store), resolve(settings), context=context).strategy
+    losses = [record.loss for record in strategy.train_epoch(0)]
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict()["model"].items()}
+    return {"losses": losses, "weights": weights, "test": strategy.evaluate("test")["loss"]}
+
+
+def test_attention_with_edge_data_on_a_real_graph(pool: RankPool, shared_data: Path, tmp_path: Path) -> None:
+    graph = save_store(packages(shared_data / "static/debian_bookworm.npz"), tmp_path / "store")
+    parts = str(cut_graph(graph, 3, "random", tmp_path / "parts"))
+    settings = run_settings({"name": "gat", "heads": 2, "layers": 2}, name="sar")
+    expected = one_step(
+        World(), str(tmp_path / "store"), None, settings | {"strategy": {"name": "local", "order": "store"}}
+    )
+    assert expected["weights"]["convs.0.lin_edge.weight"].shape[1] == 4
+    for outcome in pool.run(3, one_step, str(tmp_path / "store"), parts, settings):
+        check_close(outcome, expected, "gat")

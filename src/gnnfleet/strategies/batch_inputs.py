@@ -41,7 +41,7 @@ def precompute_aggregate(option: CacheInputs, model: Model, view: GraphView, x: 
     if option is True and aggregate is None:
         raise ConfigError(
             "this model does not allow strategy.cache_inputs=true: its first layer reads neighbours through "
-            "parameters, learnable rows or dropout"
+            "parameters, learnable rows or dropout, or edge features"
         )
     return aggregate
 

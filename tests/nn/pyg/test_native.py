@@ -39,11 +39,11 @@ def attention(kind: type[torch.nn.Module], *inputs: str, **options: Any) -> Make
     return lambda: Two(kind(IN, HIDDEN, **first), kind(width, OUT, **second), inputs)
 
 
-def gin(**options: Any) -> Make:
+def gin(kind: type[torch.nn.Module], *inputs: str, **options: Any) -> Make:
     def perceptron(in_channels: int, out_channels: int) -> torch.nn.Module:
         return Sequential(Linear(in_channels, 6), BatchNorm1d(6), ReLU(), Linear(6, out_channels))
 
-    return two(lambda i, o: pyg.GINConv(perceptron(i, o), **options))
+    return two(lambda i, o: kind(perceptron(i, o), **options), *inputs)
 
 
 class DeepGCN(torch.nn.Module):
@@ -85,9 +85,15 @@ NATIVE: dict[str, Make] = {
     "gatv2": attention(pyg.GATv2Conv),
     "gatv2 shared": attention(pyg.GATv2Conv, share_weights=True, concat=False),
     "gatv2 edges": attention(pyg.GATv2Conv, "edge_attr", edge_dim=EDGE_DIM, residual=True, bias=False),
-    "gin": gin(),
-    "gin learnt eps": gin(eps=0.3, train_eps=True),
+    "gin": gin(pyg.GINConv),
+    "gin learnt eps": gin(pyg.GINConv, eps=0.3, train_eps=True),
+    "gine": gin(pyg.GINEConv, "edge_attr", eps=0.3, train_eps=True, edge_dim=EDGE_DIM),
     "gen": stacked(pyg.GENConv),
+    "gen edges": lambda: Two(
+        pyg.GENConv(IN, HIDDEN, edge_dim=EDGE_DIM, bias=True),
+        pyg.GENConv(HIDDEN, HIDDEN, edge_dim=EDGE_DIM, learn_t=True),
+        ("edge_attr",),
+    ),
     "gen of one width": lambda: Two(pyg.GENConv(IN, IN, num_layers=3, norm="layer"), pyg.SAGEConv(IN, OUT)),
     "gen learnt temperature": stacked(pyg.GENConv, learn_t=True, t=0.5, bias=True),
     "model": lambda: pyg.GAT(IN, HIDDEN, 2, OUT, heads=2, norm="batch", jk="cat"),
@@ -156,8 +162,8 @@ CALLS: dict[str, Make] = {
     "returned attention": lambda: Calls(
         pyg.GATConv(IN, OUT), lambda conv, x, index, w, a: conv(x, index, return_attention_weights=True)[0]
     ),
-    "edge features of gen": lambda: Calls(
-        pyg.GENConv(IN, OUT, edge_dim=EDGE_DIM), lambda conv, x, index, w, a: conv(x, index, a)
+    "edge features of gen as they are": lambda: Calls(
+        pyg.GENConv(IN, EDGE_DIM), lambda conv, x, index, w, a: conv(x, index, a)
     ),
 }
 ALL = NATIVE | OTHERS | CALLS

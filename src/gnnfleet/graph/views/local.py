@@ -83,10 +83,11 @@ class LocalEdges:
         return last_loops_of(self.structure.row, self.structure.col, self.edge_ids)
 
     def scaled(self, total: Tensor, reduce: str) -> Tensor:
-        """Scale sums over a sample in place, [R, F]."""
+        """Scale sums over a sample, [R, F], in place where autograd allows it."""
         if self.sampling_scale is None or reduce != "sum":
             return total
-        return total.mul_(self._scale.to(total.dtype).view(-1, *([1] * (total.dim() - 1))))
+        scale = self._scale.to(total.dtype).view(-1, *([1] * (total.dim() - 1)))
+        return total * scale if total._is_view() else total.mul_(scale)
 
     def scaled_weight(self, weight: Tensor | None, reduce: str) -> Tensor | None:
         """[E] weights with which the sum over a sample is scaled."""

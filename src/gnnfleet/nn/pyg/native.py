@@ -144,8 +144,7 @@ def aggregate_features(view: GraphView, module: Any, x: Tensor, *, weight: Tenso
         return None
     layer: Any = _layer_of(peer, module, 0)
     with torch.no_grad():
-        uses_weight = peer.edge_input == "edge_weight"
-        out: Tensor | None = peer.layer.aggregate(layer, view, x, weight=weight if uses_weight else None)
+        out: Tensor | None = peer.layer.aggregate(layer, view, x, weight=weight)
     return out
 
 

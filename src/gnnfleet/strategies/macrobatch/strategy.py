@@ -295,8 +295,8 @@ def _check_columns(config: MacrobatchConfig, job: Job) -> None:
         or not job.model.supports_column_split
     ):
         raise ConfigError(
-            "strategy.split=columns supports sage and gcn on nodes of one type with features, without learnable "
-            "rows, input_dropout or input_norm: use strategy.split=nodes"
+            "strategy.split=columns supports sage and gcn on nodes of one type with features, without edge features in "
+            "sage (model.edge_features=false), learnable rows, input_dropout or input_norm: use strategy.split=nodes"
         )
     if config.cache or config.cache_inputs is True:
         option = "cache" if config.cache else "cache_inputs"
