@@ -76,8 +76,10 @@ def dense_hops(graph: Graph, hops: int, target: str) -> dict[str, Tensor]:
         src, dst = edges.edge_index()
         matrix = torch.zeros(graph.nodes[name.dst].count, graph.nodes[name.src].count, dtype=torch.float64)
         if len(graph.edges) > 1:
-            matrix.index_put_((dst, src), torch.ones(len(src), dtype=torch.float64), accumulate=True)
-            matrices[name] = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
+            weight = torch.ones(len(src)) if edges.weight is None else edges.weight
+            total = torch.zeros(len(matrix), dtype=torch.float64).index_add_(0, dst, weight.double().abs())
+            matrix.index_put_((dst, src), weight.double() / total[dst], accumulate=True)
+            matrices[name] = matrix
             continue
         gcn_norm = pytest.importorskip("torch_geometric.nn.conv.gcn_conv").gcn_norm
         index, weight = gcn_norm(torch.stack([src, dst]), edges.weight.double(), graph.nodes[name.dst].count)

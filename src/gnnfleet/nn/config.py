@@ -113,8 +113,8 @@ class ModelConfig(BaseModel):
     def uses_edge_weight(self) -> bool:
         """True if a layer reads edge weights; a custom model is assumed to."""
         others = ("hgt", "hetero-gat", "hetero-gatv2", *TEMPORAL_MODELS)
-        others += ("sage", "hetero-sage") if self.aggr != "mean" else ()
-        return self.is_custom or (self.edge_weight and self.name not in others)
+        is_maximum = self.name in ("sage", "hetero-sage") and self.aggr != "mean"
+        return self.is_custom or (self.edge_weight and self.name not in others and not is_maximum)
 
     @property
     def is_temporal(self) -> bool:

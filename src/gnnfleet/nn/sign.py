@@ -52,12 +52,14 @@ class SignModel(Model):
         num_nodes: Mapping[str, int] | None = None,
         target: str | None = None,
         edge_dim: int | None = None,
+        edge_weight: bool = False,
         owned_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(act=activation(config.act), dropout=config.dropout)
         widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
         self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
-        self.edge_types, self.num_nodes, self.edge_dim = tuple(edge_types or ()), num_nodes, edge_dim
+        self.edge_types, self.num_nodes = tuple(edge_types or ()), num_nodes
+        self.edge_dim, self.edge_weight = edge_dim, edge_weight
         if config.embedding:
             raise ConfigError("sign computes hops once, and embeddings change in every step: leave out model.embedding")
         if not self.edge_types or (target is None and len(widths) > 1):
