@@ -84,14 +84,14 @@ class TypedChunkView(ChunkView):
         return ChunkView(**_fields(self, nodes=self.blocks.nodes, relations=by_kind))
 
     def aggregate_relations(
-        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None
+        self, x: Mapping[str, Tensor], *, reduce: str = "sum", into: str | None = None, weighted: bool = False
     ) -> dict[EdgeType, Tensor]:
         relations = {kind: edges for kind, edges in self.relations.items() if into in (None, kind.dst)}
         if not relations:
             return {}
         sources = {kind.src for kind in relations}
         table = self.join({kind: rows for kind, rows in x.items() if kind in sources})
-        outs = self._joined(relations).aggregate_relations({NODE: table}, reduce=reduce)
+        outs = self._joined(relations).aggregate_relations({NODE: table}, reduce=reduce, weighted=weighted)
         return {kind: outs[edges.kind][self.rows[kind.dst]] for kind, edges in relations.items()}
 
     def attend_relations(
