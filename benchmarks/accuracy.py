@@ -79,6 +79,7 @@ TABLE = [
     TableRow("amazon_photo/gcn", 96.1),
     TableRow("amazon_photo/sage", 96.8, peer=True),
     TableRow("debian_bookworm/rgcn", 78.5, tolerance=0, above_is_accepted=True),
+    TableRow("hetero_dblp/hetero-sage", 92.0, tolerance=1.0, above_is_accepted=True),  # HeCo, 20 labels per class
 ]
 
 
@@ -107,12 +108,12 @@ def run_cell(cell: str, data: Path, seeds: int, deadline: float) -> None:
     if dataset in UNDIRECTED:
         graph, _ = clean_edges(graph, undirected=True, duplicates="drop")
     splits = graph.nodes[graph.labelled_type].split
-    has_many_splits = splits is not None and len(splits) > 1
+    chooses_split = splits is not None and len(splits) > 1 and "split" not in config
     for seed in range(len(runs), seeds):
         if time.time() > deadline:
             return
         started = time.process_time()  # excludes other work on the machine
-        seed_config = {**config, "seed": seed, **({"split": seed % len(splits)} if has_many_splits else {})}
+        seed_config = {**config, "seed": seed, **({"split": seed % len(splits)} if chooses_split else {})}
         if side == OURS:
             figures = train_gnnfleet(graph, seed_config)
         else:
