@@ -108,9 +108,7 @@ def prepare_folder(folder: Path, *, overwrite: bool, extra: Sequence[str] = ()) 
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         expected = {RUNS, PAGE, MARK, *extra}
-        replaceable = (
-            folder.is_dir() and (folder / MARK).is_file() and all(path.name in expected for path in folder.iterdir())
-        )
+        replaceable = (folder / MARK).is_file() and {path.name for path in folder.iterdir()} <= expected
         if not overwrite or not replaceable:
             hint = "" if overwrite else ", or pass --overwrite to replace an earlier comparison"
             raise ConfigError(f"{folder} is not empty: choose another --output{hint}")

@@ -73,24 +73,16 @@ def make_dataset(
     result = {
         "dataset": name,
         "store": str(output),
-        "nodes": _count_nodes(graph),
+        "nodes": {
+            kind: {"count": n.count, "features": 0 if n.x is None else n.x.shape[1], "classes": n.num_classes}
+            for kind, n in graph.nodes.items()
+        },
         "edges": {str(kind): edges.count for kind, edges in graph.edges.items()},
         "bytes": graph.store.nbytes,
         "seconds": {stage: round(duration, 3) for stage, duration in seconds.items()},
         "parameters": config.model_dump(mode="json"),
     }
     print_result(result, as_json=as_json, human=_tables(graph, result))
-
-
-def _count_nodes(graph: Graph) -> dict[str, dict[str, int]]:
-    return {
-        kind: {
-            "count": nodes.count,
-            "features": 0 if nodes.x is None else nodes.x.shape[1],
-            "classes": nodes.num_classes,
-        }
-        for kind, nodes in graph.nodes.items()
-    }
 
 
 def _tables(graph: Graph, result: dict[str, Any]) -> list[Any]:

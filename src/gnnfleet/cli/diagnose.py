@@ -24,12 +24,7 @@ gnnfleet diagnose shop/ --workers 4 --split 0.6/0.2/0.2
 gnnfleet diagnose shop/ --scheme super --clusters 50 --clusters 500 --clusters 5000  # how many clusters?
 """
 WORKERS = 3
-
-
-class SchemeChoice(StrEnum):
-    random = "random"
-    super = "super"
-    mincut = "mincut"
+SchemeChoice = StrEnum("SchemeChoice", ["random", "super", "mincut"])
 
 
 def diagnose(

@@ -14,12 +14,7 @@ from gnnfleet.cli import options
 from gnnfleet.cli.output import print_result, table
 from gnnfleet.errors import ConfigError
 
-
-class SplitChoice(StrEnum):
-    train = "train"
-    val = "val"
-    test = "test"
-    all = "all"
+SplitChoice = StrEnum("SplitChoice", ["train", "val", "test", "all"])
 
 
 def evaluate(

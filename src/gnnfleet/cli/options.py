@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,8 +74,8 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
 
 
-ModelOption = _option(
-    MODEL_PANEL,
+_of_model, _of_execution = partial(_option, MODEL_PANEL), partial(_option, EXECUTION_PANEL)
+ModelOption = _of_model(
     "NAME",
     "sage (default), gcn, gat, gatv2, gin, gcn2, res+, sign; several node or edge types: rgcn, sign, hetero-sage, "
     "hetero-gat, hetero-gatv2, hetero-gin, hgt; or file.py:factory for your own model. "
@@ -82,29 +83,26 @@ ModelOption = _option(
     "--model",
     "-m",
 )
-TaskOption = _option(MODEL_PANEL, "TASK", "node: classify nodes (default); link: predict edges; edge: classify events.")
-SplitOption = _option(
-    MODEL_PANEL,
+TaskOption = _of_model("TASK", "node: classify nodes (default); link: predict edges; edge: classify events.")
+SplitOption = _of_model(
     "RULE",
     "Shares of train/val/test such as 0.6/0.2/0.2, or 20-per-class, or the number of a split in the store. Default 0.",
 )
-SettingsOption = _option(
-    MODEL_PANEL,
+SettingsOption = _of_model(
     "KEY=VALUE",
     "Set one parameter, for example train.lr=0.01. Repeatable. All parameters: docs/defaults.md.",
     "--set",
 )
-ConfigOption = _option(MODEL_PANEL, "FILE", "Read settings from a TOML file.", "--config", "-c")
+ConfigOption = _of_model("FILE", "Read settings from a TOML file.", "--config", "-c")
 NoCheckOption = typer.Option(
     "--no-check",
     rich_help_panel=EXECUTION_PANEL,
     help="Skip the self-check of a torch_geometric module. Wrong results are then possible.",
 )
-SeedOption = _option(
-    MODEL_PANEL, "N", "Random seed. The same seed and number of threads give the same weights, bit for bit. Default 0."
+SeedOption = _of_model(
+    "N", "Random seed. The same seed and number of threads give the same weights, bit for bit. Default 0."
 )
-StrategyOption = _option(
-    EXECUTION_PANEL,
+StrategyOption = _of_execution(
     "NAME",
     "local: one process (default); sar: exact full batch over workers; macrobatch: sampled mini-batches over workers; "
     "tma: independent trainers, periodic model averaging; pipe: pipeline over layers and chunks of nodes; "
@@ -112,32 +110,27 @@ StrategyOption = _option(
     "--strategy",
     "-s",
 )
-TrainWorkersOption = _option(
-    EXECUTION_PANEL,
+TrainWorkersOption = _of_execution(
     "N",
     "Worker processes on this machine. Default 1. For several machines see the examples.",
     "--workers",
     "-w",
 )
-RestartsOption = _option(
-    EXECUTION_PANEL,
+RestartsOption = _of_execution(
     "N",
     "Restart all workers from the last checkpoint up to N times after a failure.",
     "--max-restarts",
 )
-LauncherOption = _option(
-    EXECUTION_PANEL,
+LauncherOption = _of_execution(
     "NAME",
     "tma only: start trainers as local processes (process, default) or as Ray actors (ray).",
     "--launcher",
 )
-PartitionOption = _option(
-    EXECUTION_PANEL,
+PartitionOption = _of_execution(
     "METHOD",
     "Partition method: mincut, super, random, stream or range. Default: chosen by the strategy.",
 )
-TrainMemoryOption = _option(
-    EXECUTION_PANEL,
+TrainMemoryOption = _of_execution(
     "SIZE",
     "Memory budget per worker, for example 4GiB. sar keeps within it; with auto, plans that exceed it are rejected.",
 )
@@ -149,24 +142,15 @@ TraceOption = typer.Option(
 )
 RunDirOption = _option(OUTPUT_PANEL, "DIR", "Directory of the run. Default runs/STORE-MODEL-N; runs/last points to it.")
 
-
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")]
 MemoryOption = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory budget per worker, for example 4GiB. Default: as in training."),
 ]
 StoreOption = Annotated[Path | None, typer.Option(metavar="STORE", help="Use this store instead of the run's own.")]
-
-
 WorkersOption = Annotated[
     int | None,
     typer.Option("--workers", "-w", metavar="N", help="Worker processes on this machine. Default: as in training."),
 ]
-
-
-class CheckpointChoice(StrEnum):
-    best = "best"
-    last = "last"
-
-
+CheckpointChoice = StrEnum("CheckpointChoice", ["best", "last"])
 CheckpointOption = Annotated[CheckpointChoice, typer.Option(help="Weights to use: best on val, or last.")]

@@ -29,12 +29,7 @@ gnnfleet plan shop/ --workers 4 --strategies sar,pipe --json
 
 gnnfleet train shop/ --strategy auto --workers 4  # train what the plan recommends
 """
-
-
-class GoalChoice(StrEnum):
-    exact = "exact"
-    sampled = "sampled"
-    any = "any"
+GoalChoice = StrEnum("GoalChoice", ["exact", "sampled", "any"])
 
 
 def plan(

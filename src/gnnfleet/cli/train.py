@@ -36,12 +36,7 @@ gnnfleet train events/ --strategy temporal --model tgn  # an event stream
 torchrun --nnodes 4 --node-rank I --rdzv-backend static --master-addr HOST --master-port 29400 \\
   -m gnnfleet train shop/ --strategy sar  # four machines, docs/two-machines.md
 """
-
-
-class PrecisionChoice(StrEnum):
-    float32 = "float32"
-    bf16 = "bf16"
-    float64 = "float64"
+PrecisionChoice = StrEnum("PrecisionChoice", ["float32", "bf16", "float64"])
 
 
 def train(

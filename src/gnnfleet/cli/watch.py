@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from gnnfleet.report.epochs import format_epoch
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
-from gnnfleet.report.run_reader import Run, mean_phase_seconds, summarize, worker_names
+from gnnfleet.report.run_reader import RUNNING, Run, mean_phase_seconds, read_run, summarize, worker_names
 from gnnfleet.units import format_size
 
 POLL_SECONDS = 0.5
@@ -29,12 +30,6 @@ def watch(
 
     On a terminal the view refreshes in place; elsewhere each epoch is one line. A finished run is shown once.
     """
-    from rich.console import Console
-    from rich.live import Live
-
-    from gnnfleet.cli.watch import epoch_lines_since, live_view
-    from gnnfleet.report.run_reader import RUNNING, read_run
-
     current = read_run(run)
     if not sys.stdout.isatty():
         last_epoch = 0
@@ -76,7 +71,7 @@ def live_view(run: Run) -> Group:
     lines = [
         head,
         Text.assemble((bar, "blue"), (" " * (_WIDE - len(bar))), f"  epoch {rows[-1]['epoch']} of {run['epochs']}"),
-        Text(format_epoch(rows[-1]) + (f"  about {remaining:.0f} s left" if run["state"] == "running" else "")),
+        Text(format_epoch(rows[-1]) + (f"  about {remaining:.0f} s left" if run["state"] == RUNNING else "")),
     ]
     for key, name in (("train_loss", "loss"), ("val", "val ")):
         values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
