@@ -26,8 +26,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.ingest.pyg import from_pyg
 from gnnfleet.graph.store import open_store
-from gnnfleet.inference.predict import END_COLUMNS, class_names
-from gnnfleet.inference.predict_events import score_events
+from gnnfleet.inference.predict import END_COLUMNS, class_names, score_events
 from gnnfleet.inference.query import open_trained_run, rebuild_on
 from gnnfleet.nn.config import LIVE, ModelConfig
 from gnnfleet.nn.custom_model import live_modules

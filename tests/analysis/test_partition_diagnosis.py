@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gnnfleet.analysis import cluster_count
-from gnnfleet.analysis.cluster_count import choose_clusters, cluster_candidates
-from gnnfleet.analysis.partition_diagnosis import DiagnosisRow, Snapshot, diagnose, recommend
+from gnnfleet.analysis import partition_diagnosis
+from gnnfleet.analysis.partition_diagnosis import (
+    DiagnosisRow,
+    Snapshot,
+    choose_clusters,
+    cluster_candidates,
+    diagnose,
+    recommend,
+)
 from gnnfleet.cli.diagnose import _table
 from gnnfleet.cli.output import print_result
 from gnnfleet.config.resolve import resolve
@@ -198,7 +204,7 @@ def test_a_run_uses_the_recommended_number_of_super_nodes(
         calls.append(arguments[2:4])
         return [row_of(30, 0.9, 0.5), row_of(88, 0.7, 0.96), row_of(150, 0.4, 1.0)]  # METIS may leave some empty
 
-    monkeypatch.setattr(cluster_count, "diagnose", measure)
+    monkeypatch.setattr(partition_diagnosis, "diagnose", measure)
     chosen = choose_clusters(graph, config, quiet=True)
     assert chosen.strategy.num_clusters == 90 and calls == [(["super"], numbers)]
     mincut = tma_config(strategy={"clusters": "auto", "scheme": "psgd-pa"})

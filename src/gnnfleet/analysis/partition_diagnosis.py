@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.edge_scan import imbalance
+from gnnfleet.graph.partition.metis import MAX_SUPER_NODES
 from gnnfleet.graph.partition.node_assignment import ClusterMap, NodeAssignment
 from gnnfleet.launch.tma_subgraph import make_global_training, make_local_training
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.gather import gather
-from gnnfleet.report.progress import Progress
+from gnnfleet.report.progress import Progress, make_progress
+from gnnfleet.report.remarks import print_note
 from gnnfleet.strategies.protocol import GradientSource, Strategy
 from gnnfleet.training.partition_cache import ensure_clusters, trained_graph
 
@@ -302,3 +305,40 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _check_finite(loss: float) -> None:
     if not math.isfinite(loss):
         raise RunError(f"the loss is {loss}: try a smaller train.lr, or train.clip=1")
+
+
+AUTO_STEPS, AUTO_BATCHES = 20, 20
+"""For ``strategy.clusters=auto``: steps on the whole graph before parts are compared, and batches of each part."""
+
+
+def choose_clusters(graph: Graph, config: RunConfig, *, quiet: bool) -> RunConfig:
+    """The config with a number instead of ``auto``; the graph has a store, which keeps the clusters."""
+    strategy = config.strategy
+    if not strategy.measures_clusters:
+        return config
+    number = 0  # other schemes have no super-nodes
+    if (config.partition or strategy.partitioner) == "super":
+        candidates = cluster_candidates(graph.num_nodes, config.workers)
+        with make_progress(quiet) as progress:
+            rows = diagnose(graph, config, ["super"], candidates, AUTO_STEPS, batches=AUTO_BATCHES, progress=progress)
+        best = recommend(rows)
+        if best is not None:
+            number = candidates[rows.index(best)]
+            reason = f"{best.kept:.0%} of the edges are kept, gradients have cosine {best.trained.cosine or 0:.3f}"
+            print_note(f"strategy.clusters={number} of {', '.join(map(str, candidates))}: {reason}", quiet=quiet)
+    return config.model_copy(update={"strategy": strategy.model_copy(update={"clusters": number})})
+
+
+def cluster_candidates(nodes: int, workers: int) -> list[int]:
+    """Numbers of super-nodes from ten per trainer to the default number."""
+    largest = max(workers, min(MAX_SUPER_NODES, nodes // 10))
+    smaller = (workers * 10 * factor for factor in (1, 3, 10, 30, 100, 300))
+    return [*(number for number in smaller if number < largest), largest]
+
+
+def drop_auto_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a resumed run, which keeps the number that was measured for it."""
+    strategy = settings.get("strategy")
+    if isinstance(strategy, Mapping) and strategy.get("clusters") == "auto":
+        return {**settings, "strategy": {key: value for key, value in strategy.items() if key != "clusters"}}
+    return dict(settings)

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gnnfleet.report.epochs import format_epoch
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
+from gnnfleet.report.progress import format_epoch
 from gnnfleet.report.run_reader import RUNNING, Run, mean_phase_seconds, read_run, summarize, worker_names
 from gnnfleet.units import format_size
 

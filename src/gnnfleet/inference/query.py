@@ -21,8 +21,7 @@ from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError, RunError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
-from gnnfleet.inference.predict import check_output, write_predictions, write_scores
-from gnnfleet.inference.predict_events import write_event_scores
+from gnnfleet.inference.predict import check_output, write_event_scores, write_predictions, write_scores
 from gnnfleet.launch.local_launcher import launch
 from gnnfleet.launch.rank_main import open_same_store, run_rank, with_placement
 from gnnfleet.launch.spec import RunSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gnnfleet.analysis.cluster_count import drop_auto_settings
+from gnnfleet.analysis.partition_diagnosis import drop_auto_settings
 from gnnfleet.config.resolve import check_resumable, overlay, resolve
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gnnfleet.analysis.cluster_count import choose_clusters
+from gnnfleet.analysis.partition_diagnosis import choose_clusters
 from gnnfleet.comm.world import World
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.errors import ConfigError

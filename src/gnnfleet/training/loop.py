@@ -16,8 +16,8 @@ from typing import Any
 
 from gnnfleet.errors import RunError
 from gnnfleet.nn.metrics import LOWER_IS_BETTER
-from gnnfleet.report.epochs import OnEpoch
 from gnnfleet.report.metrics import MetricsSink
+from gnnfleet.report.progress import OnEpoch
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
 from gnnfleet.tasks.learning_rate import learning_rate
 from gnnfleet.tasks.train_options import TrainConfig

@@ -13,8 +13,7 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.nn.pyg.module import PygModule
-from gnnfleet.sharded.check_cache import cached_check
-from gnnfleet.sharded.module_check import check_layers, check_parts, check_sampled
+from gnnfleet.sharded.module_check import cached_check, check_layers, check_parts, check_sampled
 from gnnfleet.strategies.sampling_options import parse_fanouts
 from gnnfleet.training.build import ValidatedRun, validate
 

@@ -16,9 +16,9 @@ import torch
 from gnnfleet.comm.collectives import all_gather_rows, broadcast_json
 from gnnfleet.config.schema import RunConfig
 from gnnfleet.ops.buffers import unpooled
-from gnnfleet.report.epochs import show_epochs
 from gnnfleet.report.memory import own_rss, peak_rss, peak_tensors, rss
 from gnnfleet.report.metrics import MetricsFile, MetricsSink, TensorBoard
+from gnnfleet.report.progress import show_epochs
 from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import Strategy

@@ -12,7 +12,7 @@ import torch
 import torch_geometric.nn as pyg
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.sharded import check_cache
+from gnnfleet.sharded import module_check
 from gnnfleet.training import module_execution
 from tests.equivalence.spread import plain_graph
 
@@ -100,7 +100,7 @@ def test_the_fingerprint_covers_state_code_and_constants(tmp_path: Path, monkeyp
     from gnnfleet.nn.pyg.module import PygModule
 
     def path_of(module: torch.nn.Module) -> Path:
-        return check_cache._cache_path("layers", PygModule(module), plain_graph())
+        return module_check._cache_path("layers", PygModule(module), plain_graph())
 
     torch.manual_seed(0)
     first = path_of(pyg.GCN(5, 8, 2, 3))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import Graph
+from gnnfleet.graph.graph import Graph, validated_edges, validated_nodes
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
 from gnnfleet.nn.base import Model, RowsByType
@@ -18,9 +18,11 @@ from gnnfleet.nn.pyg.hetero import OutputRows, inputs_by_type, joined_edge_list,
 from gnnfleet.nn.pyg.layers import INPUTS, ModuleLayers, NotSplitError
 from gnnfleet.nn.pyg.memory import Propagation
 from gnnfleet.nn.pyg.native import aggregate_features
-from gnnfleet.nn.pyg.random_graph import random_graph_like
 from gnnfleet.nn.pyg.rules import has_lazy_parameters, pass_over, reads_all_nodes
 from gnnfleet.nn.pyg.source_index import SourceIndex, plain
+
+NODES, ISOLATED, _EDGES = 40, 6, 160
+"""Of random graphs, by type: nodes, of which the last are isolated, and edges."""
 
 
 class PygModule(Model):
@@ -156,6 +158,25 @@ class PygModule(Model):
         index.fetcher.inputs |= {name: None if t is None else t.to(x.dtype) for name, t in values.items()}
         index.fetcher.inputs["edge_type"] = numbers
         return {"x": x, "edge_index": index, **index.fetcher.inputs}
+
+
+def random_graph_like(graph: Graph) -> Graph:
+    """A small random graph of the same types and widths, with self-loops and parallel edges."""
+    random, ends = torch.Generator().manual_seed(0), NODES - ISOLATED
+    nodes = {}
+    for kind, table in graph.nodes.items():
+        x = torch.randn(NODES, 0 if table.x is None else int(table.x.shape[1]), generator=random)
+        nodes[kind] = validated_nodes(NODES, x=x, y=None if table.y is None else torch.zeros(NODES, dtype=torch.int64))
+    edges = {}
+    for edge_type, like in graph.edges.items():
+        index = torch.randint(0, ends, (2, _EDGES), generator=random)
+        loops = torch.arange(0, ends, 5 if edge_type.src == edge_type.dst else ends).repeat(2, 1)
+        index = torch.cat([index, index[:, :20], loops], 1)
+        count = index.shape[1]
+        weight = None if like.weight is None else torch.rand(count, generator=random) + 0.1
+        attr = None if like.attr is None else torch.randn(count, like.attr.shape[1], generator=random)
+        edges[edge_type] = validated_edges(index, num_src=NODES, num_dst=NODES, weight=weight, attr=attr)
+    return Graph.of(nodes, edges)
 
 
 def _arguments(module: torch.nn.Module) -> dict[str, bool]:
