@@ -177,21 +177,13 @@ def check_all(
 
 
 def _check_config(comparison: Comparison, name: str) -> RunConfig:
-    """The config of a trained strategy, for two epochs in float64."""
-    config = comparison.config(name)
+    """The config of a trained strategy with what its run chose, for two epochs in float64."""
+    config, checkpoint = comparison.config(name), RunDirectory(comparison.run_dir(name)).checkpoint("last")
     tree = config.model_dump(mode="json")
-    tree["strategy"] |= _chosen_settings(comparison.run_dir(name), config)
+    if config.spec.chosen is not None and checkpoint.exists() and has_rank_local(checkpoint, config.workers):
+        tree["strategy"] |= config.spec.chosen(load_rank_local(checkpoint, 0)[RANK_LOCAL])
     tree["train"] |= {"epochs": CHECK_EPOCHS, "patience": 0}
     return resolve({**tree, "precision": "float64", "report": {}})
-
-
-def _chosen_settings(run: Path, config: RunConfig) -> SettingsTree:
-    if config.spec.chosen is None:
-        return {}
-    checkpoint = RunDirectory(run).checkpoint("last")
-    if not checkpoint.exists() or not has_rank_local(checkpoint, config.workers):
-        return {}
-    return config.spec.chosen(load_rank_local(checkpoint, 0)[RANK_LOCAL])
 
 
 def _largest_difference(run: Path, reference: Path) -> float:

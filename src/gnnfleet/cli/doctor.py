@@ -70,11 +70,10 @@ def _bfloat16() -> Iterator[CheckResult]:
     """Check for bfloat16 instructions: without them bf16 saves memory, but no time in dense products."""
     from gnnfleet.ops.native import has_bf16
 
-    if has_bf16():
-        yield _result("bf16", "the CPU multiplies bfloat16")
-    else:
-        advice = "--precision bf16 halves the rows in memory here; products stay as fast as in float32"
-        yield CheckResult("bf16", OK, "the CPU has no bfloat16 instructions", advice)
+    has = has_bf16()
+    text = "the CPU multiplies bfloat16" if has else "the CPU has no bfloat16 instructions"
+    advice = "--precision bf16 halves the rows in memory here; products stay as fast as in float32"
+    yield CheckResult("bf16", OK, text, "" if has else advice)
 
 
 def _openmp() -> Iterator[CheckResult]:
@@ -84,11 +83,9 @@ def _openmp() -> Iterator[CheckResult]:
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     runtimes = ("gomp", "libomp", "iomp")
     names = sorted(Path(path).name for path in mapped if any(name in path for name in runtimes))
-    if len(names) == 1:
-        yield _result("openmp", f"one runtime: {names[0]}")
-    else:
-        advice = "build gnnfleet with the compiler that torch was built with"
-        yield _result("openmp", f"{len(names)} runtimes: {', '.join(names) or 'none'}", advice)
+    count = "one runtime" if len(names) == 1 else f"{len(names)} runtimes"
+    advice = "" if len(names) == 1 else "build gnnfleet with the compiler that torch was built with"
+    yield _result("openmp", f"{count}: {', '.join(names) or 'none'}", advice)
 
 
 def _cores() -> Iterator[CheckResult]:

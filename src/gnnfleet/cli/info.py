@@ -36,6 +36,7 @@ def info(
     """Describe a store with its partitions, or one partition."""
     from gnnfleet.graph.partition.partitioned_graph import KIND, Partition
     from gnnfleet.graph.store import open_store
+    from gnnfleet.report.progress import make_progress
 
     if (path / f"{KIND}.json").exists():
         partition = Partition.open(path)
@@ -44,43 +45,30 @@ def info(
         human = [partition_table(path.name, result)]
     else:
         graph = open_store(path)
-        partitions = [Partition.open(p, graph) for p in partition_paths(path)]
-        bundles = [_store(graph), *(bundle for partition in partitions for bundle in partition.part_bundles())]
-        result = describe_graph(graph, head)
+        files = sorted((path / "parts").glob(f"*/{KIND}.json"))
+        partitions = [Partition.open(file.parent, graph) for file in files if not file.parent.name.startswith(".")]
+        assert graph.store is not None
+        bundles = [graph.store, *(bundle for partition in partitions for bundle in partition.part_bundles())]
+        result = describe_graph(graph, graph.store, head)
         result["partitions"] = [describe_partition(partition) for partition in partitions]
         human = graph_tables(result)
     if verify:
-        _verify(bundles, quiet)
+        with make_progress(quiet) as progress:
+            advance = progress.stage("verifying checksums", sum(bundle.nbytes for bundle in bundles))
+            for bundle in bundles:
+                bundle.verify(advance)
     result["verified"] = verify
     print_result(result, as_json=as_json, human=human)
     if verify:
         print_note(f"all {sum(len(b.files) for b in bundles)} files match their checksums", quiet=quiet)
 
 
-def partition_paths(store: Path) -> list[Path]:
-    return sorted(p.parent for p in (store / "parts").glob("*/partition.json") if not p.parent.name.startswith("."))
-
-
-def _store(graph: Graph) -> Bundle:
-    assert graph.store is not None
-    return graph.store
-
-
-def _verify(bundles: list[Bundle], quiet: bool) -> None:
-    from gnnfleet.report.progress import make_progress
-
-    with make_progress(quiet) as progress:
-        advance = progress.stage("verifying checksums", sum(bundle.nbytes for bundle in bundles))
-        for bundle in bundles:
-            bundle.verify(advance)
-
-
-def describe_graph(graph: Graph, head: int = 0) -> dict[str, Any]:
+def describe_graph(graph: Graph, store: Bundle, head: int) -> dict[str, Any]:
     return {
         "name": graph.name,
-        "path": str(_store(graph).path),
-        "bytes": _store(graph).nbytes,
-        "digest": _store(graph).digest,
+        "path": str(store.path),
+        "bytes": store.nbytes,
+        "digest": store.digest,
         "undirected": graph.undirected,
         "num_nodes": graph.num_nodes,
         "num_edges": graph.num_edges,
@@ -93,23 +81,20 @@ def _describe_nodes(nodes: Nodes, head: int) -> dict[str, Any]:
     from gnnfleet.graph.graph import SPLITS
 
     ids = "row numbers" if nodes.ids.are_rows else str(nodes.ids.values().type).removeprefix("large_")
+    labels = "regression" if nodes.regression else "multi-label" if nodes.multilabel else "multi-class"
     described: dict[str, Any] = {
         "count": nodes.count,
         "ids": ids,
         "features": 0 if nodes.x is None else nodes.x.shape[1],
         "dtype": None if nodes.x is None else str(nodes.x.dtype).removeprefix("torch."),
         "classes": nodes.num_classes,
-        "labels": None if nodes.y is None else _kind_of_labels(nodes),
+        "labels": None if nodes.y is None else labels,
         "splits": 0 if nodes.split is None else nodes.split.shape[0],
         "split": {} if nodes.split is None else {split: int(nodes.mask(split).sum()) for split in SPLITS},
     }
     if head:
         described["head"] = _head(nodes, min(head, nodes.count))
     return described
-
-
-def _kind_of_labels(nodes: Nodes) -> str:
-    return "regression" if nodes.regression else "multi-label" if nodes.multilabel else "multi-class"
 
 
 def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
@@ -120,12 +105,12 @@ def _head(nodes: Nodes, count: int) -> list[dict[str, Any]]:
     for i, row in enumerate(rows):
         if nodes.y is not None and nodes.regression:
             row["label"] = nodes.y[i].tolist() if bool(labelled_rows(nodes.y[i : i + 1])) else None
-        elif nodes.y is not None and not nodes.multilabel:
-            label = int(nodes.y[i])
-            row["label"] = None if label < 0 else nodes.classes[label] if nodes.classes else label
-        if nodes.multilabel and nodes.y is not None:
+        elif nodes.y is not None and nodes.multilabel:
             labels = (nodes.y[i] > 0).nonzero().flatten().tolist()
             row["label"] = [nodes.classes[c] for c in labels] if nodes.classes else labels
+        elif nodes.y is not None:
+            label = int(nodes.y[i])
+            row["label"] = None if label < 0 else nodes.classes[label] if nodes.classes else label
         if nodes.split is not None:
             row["split"] = split_names.get(int(nodes.split[0, i]))
     return rows

@@ -91,20 +91,17 @@ def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = No
     summaries = [summarize(run) for run in runs]
     metrics = {summary["metric"] for summary in summaries if summary["metric"]}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
-    columns = ["run", "workers", "epochs", f"test {metric}", "s per epoch", "sent", "rounds", "largest worker"]
     mixed, has_baseline = metric == "metric", any(summary["baseline"] is not None for summary in summaries)
+    columns = ["run", "workers", "epochs", f"test {metric}", *(["EdgeBank"] if has_baseline else [])]
+    columns += ["s per epoch", "sent", "rounds", "largest worker", *([] if equals is None else ["equals local"])]
     rows: list[list[Any]] = []
     for run, summary in zip(runs, summaries, strict=True):
         peak = None if summary["peak_rss"] is None else format_bytes(summary["peak_rss"])
         test = summary["test"]
         if mixed and test is not None:
             test = f"{test:.3f} {summary['metric']}"
-        rows.append([run["name"], run["workers"], summary["epochs"], test, summary["epoch_seconds"]])
-        rows[-1] += [format_bytes(summary["bytes"]), summary["rounds"], peak]
-        if equals is not None:
-            rows[-1].append(equals.get(run["name"]))
-        if has_baseline:
-            rows[-1].insert(4, summary["baseline"])
-    if has_baseline:
-        columns.insert(4, "EdgeBank")
-    return table(None, [*columns, *(["equals local"] if equals is not None else [])], rows)
+        rows.append([run["name"], run["workers"], summary["epochs"], test])
+        rows[-1] += [summary["baseline"]] if has_baseline else []
+        rows[-1] += [summary["epoch_seconds"], format_bytes(summary["bytes"]), summary["rounds"], peak]
+        rows[-1] += [] if equals is None else [equals.get(run["name"])]
+    return table(None, columns, rows)
