@@ -11,7 +11,7 @@ import pytest
 
 from gnnfleet import api
 from gnnfleet.api import train
-from gnnfleet.cli.join import parse_numbers
+from gnnfleet.cli.train import parse_numbers
 from gnnfleet.comm.failure import Failure
 from gnnfleet.comm.message_store import Address, MessageStore
 from gnnfleet.config.resolve import resolve

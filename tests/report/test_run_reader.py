@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from gnnfleet.cli.report import summary_table
-from gnnfleet.cli.watch import epoch_lines_since, live_view, sparkline
+from gnnfleet.cli.report import epoch_lines_since, live_view, sparkline, summary_table
 from gnnfleet.errors import RunError
 from gnnfleet.report.page import page_data, render_page
 from gnnfleet.report.run_reader import mean_phase_seconds, read_run, summarize, worker_names

@@ -17,20 +17,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from gnnfleet.cli.compare import COMPARE_EXAMPLES, compare
+from gnnfleet.cli.compare import COMPARE_EXAMPLES, compare, demo
 from gnnfleet.cli.datasets import list_datasets, make_dataset, show_dataset
-from gnnfleet.cli.demo import demo
 from gnnfleet.cli.diagnose import DIAGNOSE_EXAMPLES, diagnose
 from gnnfleet.cli.doctor import doctor
 from gnnfleet.cli.evaluate import evaluate, predict
 from gnnfleet.cli.importing import IMPORT_EXAMPLES, export_graph, import_graph
 from gnnfleet.cli.info import info
-from gnnfleet.cli.join import JOIN_EXAMPLES, join
 from gnnfleet.cli.partition import partition
 from gnnfleet.cli.plan import PLAN_EXAMPLES, plan
-from gnnfleet.cli.report import REPORT_EXAMPLES, report
-from gnnfleet.cli.train import TRAIN_EXAMPLES, train
-from gnnfleet.cli.watch import watch
+from gnnfleet.cli.report import REPORT_EXAMPLES, report, watch
+from gnnfleet.cli.train import JOIN_EXAMPLES, TRAIN_EXAMPLES, join, train
 from gnnfleet.errors import ConfigError, GnnfleetError, suggest
 from gnnfleet.report.remarks import print_note
 
