@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -450,3 +451,27 @@ def test_edge_weights_and_features_follow_their_formulas(out: int) -> None:
             rows = run(*leaves)[number]
             grads.append([rows, *torch.autograd.grad(rows.square().sum(), leaves)])
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_rgcn_with_edge_weights_follows_its_formula(aggr: str) -> None:
+    """Σ_r (Σ w x / Σ |w|, or Σ w x) Θ_r; an edge type without weights has the plain mean or sum."""
+    graph, _, _ = several_relations()
+    weight = torch.randn(60, generator=torch.Generator().manual_seed(4)).where(
+        torch.arange(60) % 7 > 0, torch.zeros(())
+    )
+    tables = dict(graph.edges) | {RELATIONS[0]: replace(graph.edges[RELATIONS[0]], weight=weight)}
+    view, x = LocalView.of_graph(Graph.of(graph.nodes, tables)), graph.single_nodes.x.double()
+    layer = nn.RGCNConv(5, 4, 3, aggr=aggr).double()
+    out = layer.bias + x @ layer.root
+    for number, table in enumerate(tables.values()):
+        src, dst = table.edge_index()
+        factor = torch.ones(60).double() if table.weight is None else table.weight.double()
+        total = torch.zeros(30, dtype=torch.float64).index_add(0, dst, factor.abs())
+        factor = factor / torch.where(total > 0, total, torch.inf)[dst] if aggr == "mean" else factor
+        out = out.index_add(0, dst, (factor[:, None] * x[src]) @ layer.weight[number])
+    torch.testing.assert_close(layer(view, x, weighted=True), out, rtol=1e-10, atol=1e-10)
+    sums = view.aggregate_relations({"node": x}, reduce=aggr, weighted=True).values()
+    coefficient = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)
+    combined = view.combine_relations(x, coefficient, reduce=aggr, weighted=True)
+    torch.testing.assert_close(combined, sum(c * rows for c, rows in zip(coefficient, sums, strict=True)))
