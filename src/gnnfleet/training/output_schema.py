@@ -133,10 +133,12 @@ class OutputSchema:
         misspelt. Features are reordered in memory. Raises RunError if they are too large or have other names.
         """
         orders, absent = self._orders(graph), self._absent(graph)
+        if self.edge_columns:  # an edge type without edges may lack the columns
+            absent += [kind for kind, table in graph.edges.items() if not table.count and table.attr is None]
         edges = {**graph.edges, **{kind: self._no_edges(graph, kind) for kind in absent}}
         if len(self.edge_types) > 1 and set(self.edge_types) == set(map(str, edges)):
             edges = dict(sorted(edges.items(), key=lambda item: self.edge_types.index(str(item[0]))))
-        if not orders and list(edges) == list(graph.edges):
+        if not orders and not absent and list(edges) == list(graph.edges):
             return graph
         nodes = dict(graph.nodes)
         for kind, (order, columns) in orders.items():
