@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from gnnfleet.config.resolve import resolve
 from gnnfleet.graph.datasets import make_dataset
-from gnnfleet.nn.temporal import EventBlock, Hop, TemporalModel
+from gnnfleet.nn.temporal.attention import EventBlock, Hop
 from gnnfleet.nn.temporal.decoders import EventDecoder
+from gnnfleet.nn.temporal.model import TemporalModel
 from gnnfleet.ops.draws import DrawKey
 from gnnfleet.strategies.temporal import evaluation
 from gnnfleet.strategies.temporal.strategy import TemporalStrategy

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gnnfleet.nn.config import make_config
-from gnnfleet.nn.temporal import EventBlock, EventDims, Hop, TemporalModel
-from gnnfleet.nn.temporal.attention import TemporalAttention
+from gnnfleet.nn.temporal.attention import EventBlock, Hop, TemporalAttention
 from gnnfleet.nn.temporal.decoders import NUM_FEATURES, ClassDecoder, EventDecoder
+from gnnfleet.nn.temporal.model import EventDims, TemporalModel
 from gnnfleet.ops.draws import DrawKey, Purpose, dropout_mask
 
 WIDTH, EDGE, TIME, HEADS = 8, 3, 6, 2

@@ -66,7 +66,7 @@ def run(
         config.train,
         built.task.metric,
         True,
-        checkpoints=keeper,
+        save=keeper.save,
         broadcast=lambda message: broadcast_json(world, message),
     )
     position, rows = fit(built.strategy, loop, start=start, best=best)
@@ -158,7 +158,7 @@ def test_only_an_evaluation_ends_a_run(patience: int, values: dict[int, float], 
 
     def ends(keeper: Keeper, start: TrainState | None = None) -> TrainState:
         strategy: Any = ScriptedStrategy(metric, set())
-        loop = LoopConfig(train, "accuracy", True, checkpoints=keeper)
+        loop = LoopConfig(train, "accuracy", True, save=keeper.save)
         return fit(strategy, loop, start=start, best={"model": {}})[0]
 
     uninterrupted = ends(Keeper())

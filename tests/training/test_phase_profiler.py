@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from gnnfleet.comm.mesh import Mesh
 from gnnfleet.comm.world import World
 from gnnfleet.report.phase_timer import PHASES, PhaseTimer
 from gnnfleet.training import phase_profiler
-from gnnfleet.training.phase_profiler import RankProfiler
+from gnnfleet.training.phase_profiler import PhaseProfiler
 from gnnfleet.training.trace_files import clock_offset
 from tests.ranks import RankPool
 
@@ -40,10 +39,9 @@ def send_messages(world: World, length: int) -> None:
 
 def profile_epochs(world: World, external: int = 0) -> tuple[Any, ...]:
     workers = [{"compute": 1.0, "bytes_sent": 5.0, "rounds": 2.0} for _ in range(external)]
-    strategy: Any = SimpleNamespace(external_workers=workers)
     rows, totals = RowList(), []
     first = world.is_first
-    profiler = RankProfiler(world, strategy, rows if first else None, totals.append if first else None)
+    profiler = PhaseProfiler(world, workers, rows if first else None, totals.append if first else None)
     for epoch in (1, 2):
         profiler.begin()
         send_messages(world, 10 * epoch)

@@ -46,13 +46,6 @@ class TrainState:
     lr_epoch: int = 0  # epochs done at the last reduction
 
 
-class CheckpointSink:
-    """Takes checkpoints; this one drops them, for runs without a directory."""
-
-    def save(self, name: str, state: State, position: TrainState) -> None:
-        return None
-
-
 def save_checkpoint(path: Path, state: State, position: TrainState, *, seed: int, world: World | None = None) -> None:
     """Collective. Replace the checkpoint at ``path``; if writing fails the old one stays. Raises RunError.
 

@@ -21,11 +21,14 @@ from gnnfleet.report.progress import OnEpoch
 from gnnfleet.strategies.protocol import RAW_WEIGHTS, SHARDED, State, StepRecord, Strategy
 from gnnfleet.tasks.learning_rate import learning_rate
 from gnnfleet.tasks.train_options import TrainConfig
-from gnnfleet.training.checkpoint import CheckpointSink, TrainState
+from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.phase_profiler import PhaseProfiler
 
 BroadcastFromFirst = Callable[[dict[str, Any]], dict[str, Any]]
 """Collective. Returns rank 0's argument on every rank; JSON values."""
+
+SaveCheckpoint = Callable[[str, State, TrainState], None]
+"""Takes the checkpoint ``last`` or ``best``; without a directory it is dropped."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class LoopConfig:
     train: TrainConfig
     metric: str
     validates: bool  # there are val nodes
-    checkpoints: CheckpointSink = field(default_factory=CheckpointSink)
+    save: SaveCheckpoint = lambda name, state, position: None
     sinks: Sequence[MetricsSink] = ()
     display: OnEpoch = lambda row: None
     broadcast: BroadcastFromFirst = lambda message: message
@@ -101,9 +104,9 @@ class _CheckpointTimer:
         """Write best before last: after a kill in between, training from last finds best again."""
         best = self._best_weights
         if best.unsaved is not None and best.state is not None:
-            self._config.checkpoints.save("best", best.state, best.unsaved)
+            self._config.save("best", best.state, best.unsaved)
             best.unsaved = None
-        self._config.checkpoints.save("last", strategy.state_dict(), position)
+        self._config.save("last", strategy.state_dict(), position)
         self._last_save = time.monotonic()
 
 

@@ -7,7 +7,7 @@ measurements. Workers that are no ranks (tma's trainers) are reported by the str
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,6 @@ from gnnfleet.comm.world import EVERYONE, World
 from gnnfleet.report.memory import peak_rss
 from gnnfleet.report.metrics import MetricsSink
 from gnnfleet.report.phase_timer import PHASES
-from gnnfleet.strategies.protocol import Strategy
 
 REPORT_INTERVAL = 1.0
 
@@ -30,38 +29,13 @@ OnTotals = Callable[[Mapping[str, Any]], None]
 """Takes what all workers have sent and their memory so far."""
 
 
-class PhaseProfiler:
-    """Notified by the training loop; this one measures nothing, for runs without a directory."""
-
-    @property
-    def is_due(self) -> bool:
-        """True if ranks should gather; the answer of the first rank counts."""
-        return False
-
-    def begin(self) -> None:
-        """An epoch begins."""
-
-    def after_step(self, number: int) -> None:
-        """A step ends."""
-
-    def end(self, epoch: int) -> None:
-        """An epoch ends."""
-
-    @contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Exclude the context from the epoch."""
-        yield
-
-    def report(self) -> None:
-        """Collective. Gather the measurements on the first rank."""
-
-
 @dataclass(eq=False)
-class RankProfiler(PhaseProfiler):
-    """Measures one rank of ``world``. On the first rank ``rows`` takes a row per epoch and ``totals`` the sums."""
+class PhaseProfiler:
+    """Measures one rank of ``world``, as the training loop tells. On the first rank ``rows`` takes a row per epoch and
+    ``totals`` the sums; without them nothing is kept."""
 
-    world: World
-    strategy: Strategy
+    world: World = field(default_factory=World)
+    external: Sequence[Mapping[str, float]] = ()  # statistics of workers that this rank reports
     rows: MetricsSink | None = None
     totals: OnTotals | None = None
     _pending: list[tuple[int, list[Seconds]]] = field(default_factory=list)
@@ -74,6 +48,7 @@ class RankProfiler(PhaseProfiler):
 
     @property
     def is_due(self) -> bool:
+        """True if ranks should gather; the answer of the first rank counts."""
         return time.monotonic() - self._reported >= REPORT_INTERVAL
 
     def begin(self) -> None:
@@ -92,6 +67,7 @@ class RankProfiler(PhaseProfiler):
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
+        """Exclude the context from the epoch."""
         before, begin = self._read(), time.perf_counter()
         yield
         paused = _difference(self._read(), before)
@@ -100,6 +76,7 @@ class RankProfiler(PhaseProfiler):
         self.world.clock.record(name, "beside", begin)
 
     def report(self) -> None:
+        """Collective. Gather the measurements on the first rank."""
         pending, self._pending = self._pending, []
         epochs, totals = self._gather_epochs(pending), self._gather_totals()
         if self.rows is not None:
@@ -111,11 +88,11 @@ class RankProfiler(PhaseProfiler):
 
     def _read(self) -> list[Seconds]:
         """Seconds by phase of this rank, and of the external workers that it reports."""
-        external = [[worker.get(phase, 0.0) for phase in PHASES] for worker in self.strategy.external_workers]
+        external = [[worker.get(phase, 0.0) for phase in PHASES] for worker in self.external]
         return [list(self.world.clock.read().values()), *external]
 
     def _gather_epochs(self, pending: list[tuple[int, list[Seconds]]]) -> list[dict[str, Any]]:
-        epochs, workers, phases = len(pending), 1 + len(self.strategy.external_workers), len(PHASES)
+        epochs, workers, phases = len(pending), 1 + len(self.external), len(PHASES)
         own = torch.tensor([seconds for _, seconds in pending], dtype=torch.float64).view(epochs, workers, phases)
         # [ranks, epochs, workers, phases]
         ranks = torch.cat(all_gather_rows(self._uncounted, own)).view(self.world.size, epochs, workers, phases)
@@ -127,11 +104,10 @@ class RankProfiler(PhaseProfiler):
 
     def _gather_totals(self) -> dict[str, Any]:
         """Bytes from worker to worker, with those to all ranks in a last column; rounds; memory."""
-        traffic, external = self.world.traffic, self.strategy.external_workers
-        count = self.world.size + len(external)
+        traffic, count = self.world.traffic, self.world.size + len(self.external)
         sent = [traffic.bytes_by_peer.get(peer, 0) for peer in (*range(count), EVERYONE)]
         rows = [[*sent, traffic.rounds, peak_rss()]]
-        for worker in external:  # they send to this rank alone
+        for worker in self.external:  # they send to this rank alone
             sent = [int(worker["bytes_sent"]), *[0] * count]
             rows.append([*sent, int(worker["rounds"]), int(worker.get("peak_rss", 0))])
         rows = torch.cat(all_gather_rows(self._uncounted, torch.tensor(rows, dtype=torch.int64))).tolist()

@@ -29,7 +29,6 @@ from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord, versions
 from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training.checkpoint import (
-    CheckpointSink,
     TrainState,
     load_checkpoint,
     load_sharded,
@@ -42,8 +41,8 @@ MODEL_COPY = "model.py"
 """Copy of a custom model file as it was when the run started. Runs execute the original, not the copy."""
 
 
-class RunDirectory(CheckpointSink):
-    """A run on disk, and its checkpoint sink. ``on_checkpoint`` is called with the epoch of each new ``last``."""
+class RunDirectory:
+    """A run on disk. ``on_checkpoint`` is called with the epoch of each new ``last``."""
 
     def __init__(
         self,

@@ -25,10 +25,10 @@ from gnnfleet.strategies.protocol import Strategy
 from gnnfleet.tasks.base import PER_CLASS, Scores
 from gnnfleet.tasks.node import NodeTask
 from gnnfleet.training.build import BuiltRun
-from gnnfleet.training.checkpoint import CheckpointSink, TrainState
+from gnnfleet.training.checkpoint import TrainState
 from gnnfleet.training.loop import LoopConfig, fit
 from gnnfleet.training.outcome import judge_run
-from gnnfleet.training.phase_profiler import PhaseProfiler, RankProfiler
+from gnnfleet.training.phase_profiler import PhaseProfiler
 from gnnfleet.training.resume import ResumePoint
 from gnnfleet.training.run_dir import RunDirectory
 from gnnfleet.training.trace_files import write_spans, write_trace
@@ -95,10 +95,11 @@ def _open_profiler(built: BuiltRun, directory: RunDirectory | None, start: Resum
         yield PhaseProfiler()
         return
     if not built.world.is_first:
-        yield RankProfiler(built.world, built.strategy)
+        yield PhaseProfiler(built.world, built.strategy.external_workers)
         return
     with closing(MetricsFile(directory.path / "ranks.jsonl", epochs=start.progress.epoch)) as file:
-        yield RankProfiler(built.world, built.strategy, rows=file, totals=directory.append_rank_rows)
+        external = built.strategy.external_workers
+        yield PhaseProfiler(built.world, external, rows=file, totals=directory.append_rank_rows)
 
 
 def _fit(
@@ -128,7 +129,7 @@ def _fit(
             metric=built.task.metric,
             other_metrics=built.task.head.metrics[1:] if isinstance(built.task, NodeTask) else (),
             validates=built.has("val"),
-            checkpoints=directory or CheckpointSink(),
+            **({} if directory is None else {"save": directory.save}),
             sinks=sinks,
             display=stack.enter_context(show_epochs(config.train.epochs, quiet=quiet)),
             broadcast=lambda message: broadcast_json(uncounted, message),

@@ -113,17 +113,13 @@ class EdgeQuota:
     draw: Callable[[int, int], Pairs]  # (first, count) → int32 ends of at most ``count`` edges
 
 
-def _single_quota(src: Tensor, dst: Tensor) -> Tensor:
-    return torch.zeros_like(src, dtype=torch.int8)
-
-
 def draw_distinct(
     quotas: Sequence[EdgeQuota],
     draws: Draws,
     *,
     nodes: int,
     directed: bool,
-    quota_of: Callable[[Tensor, Tensor], Tensor] = _single_quota,
+    quota_of: Callable[[Tensor, Tensor], Tensor] = lambda src, dst: torch.zeros_like(src, dtype=torch.int8),
 ) -> Pairs:
     """Draw distinct edges without self-loops until all quotas are met; undirected ones once, lower end first.
 

@@ -44,10 +44,10 @@ class EdgeSlice(NamedTuple):
 
 
 class EdgeScan:
-    """The edges of a graph, read again by every call of ``slices``."""
+    """The edges of a graph, read again by every call of ``slices``; ``advance`` takes the number of edges read."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, advance: Callable[[int], None] = lambda _: None) -> None:
+        self.graph, self._advance = graph, advance
         self.num_nodes = graph.num_nodes
         self.num_edges = graph.num_edges
         self._index: type = np.int32 if graph.num_nodes < 2**31 else np.int64
@@ -68,6 +68,7 @@ class EdgeScan:
                     ]
                     indptr = total[first : stop + 1] - total[first]
                     yield EdgeSlice(offset + low + first, indptr, _merge(by_type, self._index))
+                    self._advance(int(indptr[-1]))
 
     def in_degree(self) -> NumpyArray:
         """[nodes] int64 over all edge types."""
@@ -202,15 +203,14 @@ def measure_partition(
     graph: Graph, part: NumpyArray, parts: int, *, progress: Progress | None = None
 ) -> PartitionMetrics:
     """Measure an assignment ([nodes] int32), in one pass over the edges per 64 parts."""
-    scan = EdgeScan(graph)
+    advance = (progress or Progress()).stage("count", graph.num_edges * -(-parts // 64))
+    scan = EdgeScan(graph, advance)
     edges = np.zeros((parts, parts), dtype=np.int64)
     halo_rows = np.zeros((parts, parts), dtype=np.int64)
-    advance = (progress or Progress()).stage("count", scan.num_edges * -(-parts // 64))
     for base in range(0, parts, 64):
         reached_parts = np.zeros(scan.num_nodes, dtype=np.uint64)  # one bit per part
         for edge_slice in scan.slices():
             _native.count_traffic(*edge_slice, part, base, reached_parts, edges, halo_rows)
-            advance(len(edge_slice.src))
     return PartitionMetrics(
         num_nodes=scan.num_nodes,
         nodes=np.bincount(part, minlength=parts),

@@ -9,7 +9,7 @@ https://arxiv.org/abs/2212.05009. Memory holds one slice of edges and arrays wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,21 +72,8 @@ class QuotientGraph:
 def stream_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) -> tuple[NumpyArray, None]:
     """Partition with method ``stream``; see ``stream``."""
     weights = None if bool((request.weights == 1).all()) else request.weights
-    counted = _CountingScan(scan, progress.stage("stream"))
+    counted = EdgeScan(scan.graph, progress.stage("stream"))
     return stream(counted, request.parts, weights=weights, seed=request.seed, imbalance=request.imbalance), None
-
-
-class _CountingScan:
-    """A scan that reports the number of edges read."""
-
-    def __init__(self, scan: EdgeScan, advance: Callable[[float], None]) -> None:
-        self.num_nodes, self.num_edges = scan.num_nodes, scan.num_edges
-        self._scan, self._advance = scan, advance
-
-    def slices(self, limit: int) -> Iterator[EdgeSlice]:
-        for edges in self._scan.slices(limit):
-            yield edges
-            self._advance(len(edges.src))
 
 
 def stream(

@@ -61,10 +61,11 @@ class EventEvaluator:
         part = self.task.parts[split]
         if self.task.head is not None:
             return self._classes(memory, static, part)
-        rows = []
-        for share, global_batch in self._shares(part):
-            rows.append(self._ranked(memory, static, share, global_batch, full=full))
-            self._replay_batch(memory, *global_batch)
+        rows, rank, size = [], self.world.rank, self.world.size
+        for low, high in self._batches(part):
+            share = low + (high - low) * rank // size, low + (high - low) * (rank + 1) // size
+            rows.append(self._ranked(memory, static, share, (low, high), full=full))
+            self._replay_batch(memory, low, high)
         table = torch.cat(all_gather_rows(self.world, torch.cat(rows)))
         _, positive, negative, ranks = table[torch.argsort(table[:, 0])].t()
         metrics = {"loss": float(link_loss(positive, negative[:, None])) / len(part), "count": float(len(part))}
@@ -99,12 +100,6 @@ class EventEvaluator:
         bounds = part.batches(self.batch, keep_ties=False)
         for low, high in itertools.pairwise(bounds):
             yield part.first + low, part.first + high
-
-    def _shares(self, part: EventStream) -> Iterator[tuple[Range, Range]]:
-        """Yield (this rank's share of a batch, the batch)."""
-        rank, size = self.world.rank, self.world.size
-        for low, high in self._batches(part):
-            yield (low + (high - low) * rank // size, low + (high - low) * (rank + 1) // size), (low, high)
 
     def _replay_batch(self, memory: NodeMemory, low: int, high: int) -> None:
         with autocast(self.precision):
