@@ -137,31 +137,30 @@ class RingExchange:
         return sum_over_ranks(self.world, t)
 
 
+@dataclass(eq=False)
 class _RingPass:
     """One call of ``RingExchange.run``."""
 
-    def __init__(
-        self,
-        ring: RingExchange,
-        tables: Sequence[RowTable],
-        on_rows: OnRows,
-        returns: Sequence[ReturnPath],
-        on_returns: OnReturns | None,
-        fetched: FetchedRows | None,
-        op: str,
-    ) -> None:
-        self.ring, self.world, self.tables, self.returns = ring, ring.world, tables, returns
-        self._on_rows, self._on_returns, self.fetched, self.op = on_rows, on_returns, fetched, op
+    ring: RingExchange
+    tables: Sequence[RowTable]
+    on_rows: OnRows
+    returns: Sequence[ReturnPath]
+    on_returns: OnReturns | None
+    fetched: FetchedRows | None
+    op: str
+
+    def __post_init__(self) -> None:
+        ring, self.world = self.ring, self.ring.world
         size = self.world.size
         self.number = ring.codec.next_exchange()
-        self.sends = size > 1 and not (fetched is not None and fetched.is_complete)
+        self.sends = size > 1 and not (self.fetched is not None and self.fetched.is_complete)
         self.encoded: list[Tensor] = []
         self.table_of: list[int] = []  # the table that each encoded tensor belongs to
-        for index, table in enumerate(tables if self.sends else ()):
+        for index, table in enumerate(self.tables if self.sends else ()):
             tensors = ring.codec.encode(table.rows, self.number, index)
             self.encoded += tensors
             self.table_of += [index] * len(tensors)
-        self.return_shapes = [ring.codec.encoded_shapes(path.width, path.dtype) for path in returns]
+        self.return_shapes = [ring.codec.encoded_shapes(path.width, path.dtype) for path in self.returns]
         self.return_of = [index for index, shapes in enumerate(self.return_shapes) for _ in shapes]
         self.rounds = [range(low, min(low + ring.group, size)) for low in range(0, size, ring.group)]
         # By offset: rows that are fetched, and rows that are returned.
@@ -232,13 +231,13 @@ class _RingPass:
         source = self._source(offset)
         rows, message = self._rows_of(offset, source)
         with self.world.clock.phase(COMPUTE, self.op):
-            returned = self._on_rows(source, rows)
+            returned = self.on_rows(source, rows)
         if message is not None:
             returned = returned and [
                 tensor.clone() if _same_memory(tensor, message.data) else tensor for tensor in returned
             ]
             message.mark_read()
-        if self._on_returns is None:
+        if self.on_returns is None:
             return
         assert returned is not None and len(returned) == len(self.returns), "on_rows gives one tensor per ReturnPath"
         if not offset:
@@ -303,9 +302,9 @@ class _RingPass:
             _finish(self.sending_returns, offset)
 
     def _collect(self, source: int, rows: list[Tensor]) -> None:
-        assert self._on_returns is not None
+        assert self.on_returns is not None
         with self.world.clock.phase(COMPUTE, self.op):
-            self._on_returns(source, rows)
+            self.on_returns(source, rows)
 
     def _source(self, offset: int) -> int:
         return (self.world.rank - offset) % self.world.size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,6 @@ class CacheDecision:
     slots: Tensor  # [W] int64: the slot of each requested id's row before this step, -1 for a miss
     admitted: Tensor  # [A] int64: positions in ``requested`` of the fetched rows that enter the cache ...
     target_slots: Tensor  # [A] int64: ... and the slots they are written to
-
-
-class RowCache(Protocol):
-    """A policy and its state."""
-
-    capacity: int
-
-    def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
-        """Decide for the next macrobatch: ``requested`` [W] int64, distinct ids of 0 or more, ascending.
-
-        ``future`` has the requests of the macrobatches that follow, next first, as far as they are sampled.
-        """
 
 
 def make_cache(policy: CachePolicy, capacity: int, *, warmup: Sequence[Tensor] = (), **parameters: Any) -> RowCache:
@@ -76,6 +64,10 @@ class ScoreCache:
         self._counts = torch.empty(0, dtype=torch.float64)
 
     def step(self, requested: Tensor, future: Sequence[Tensor] = ()) -> CacheDecision:
+        """Decide for the next macrobatch: ``requested`` [W] int64, distinct ids of 0 or more, ascending.
+
+        ``future`` has the requests of the macrobatches that follow, next first, as far as they are sampled.
+        """
         self._steps += 1
         slots = self._index.find(requested)
         missed = (slots < 0).nonzero()[:, 0]
@@ -175,6 +167,9 @@ class BeladyCache:
             tied = tied[uses[tied].argsort(descending=True, stable=True)]
         keep[tied[: self.capacity - int(keep.sum())]] = True
         return keep
+
+
+RowCache = ScoreCache | BeladyCache
 
 
 class _CacheIndex:

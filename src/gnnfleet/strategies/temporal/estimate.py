@@ -20,12 +20,8 @@ def estimate(config: TemporalConfig, context: EventPlanningContext) -> list[Cost
     if config.batch == "auto":
         config = config.model_copy(update={"batch": CaptureCurve.of(context.job.task.parts["train"]).batch})
     planner = _LayoutPlanner(config, context)
-    requested = vars(config.requested_layout).items()
-    layouts = [
-        layout
-        for layout in all_layouts(context.workers)
-        if layout.workers > 1 and all(size in (0, getattr(layout, axis)) for axis, size in requested)
-    ]
+    requested = config.requested_layout
+    layouts = [layout for layout in all_layouts(context.workers) if layout.workers > 1 and layout.fits(requested)]
     single = ParallelLayout()
     (alone,) = planner.time([single])
     estimates = [planner.estimate(single, alone)]

@@ -70,10 +70,8 @@ def choose_layout(resources: TrainerResources, batch: int, requested: ParallelLa
     max_copies = resources.memory_limit // max(resources.copy_bytes, 1)
     layouts, lacks_memory = [], False
     for layout in all_layouts(resources.workers):
-        if any(degree not in (0, size) for degree, size in zip(_degrees(requested), _degrees(layout), strict=True)):
-            continue
         trainers = layout.batch_parallel * layout.epoch_parallel  # of a copy
-        if workers_per_machine % trainers:
+        if not layout.fits(requested) or workers_per_machine % trainers:
             continue
         if max(resources.trainers_by_host) // trainers > max(max_copies, 1):
             lacks_memory = True
@@ -91,10 +89,6 @@ def choose_layout(resources: TrainerResources, batch: int, requested: ParallelLa
 def all_layouts(workers: int) -> list[ParallelLayout]:
     divisors = [d for d in range(1, workers + 1) if workers % d == 0]
     return [ParallelLayout(i, j, workers // i // j) for i in divisors for j in divisors if workers // i % j == 0]
-
-
-def _degrees(layout: ParallelLayout) -> tuple[int, int, int]:
-    return layout.batch_parallel, layout.epoch_parallel, layout.memory_parallel
 
 
 def _refusal(resources: TrainerResources, requested: ParallelLayout, *, lacks_memory: bool) -> str:

@@ -11,10 +11,9 @@ keeps these rows until the last use, because the memory advances in between.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -89,10 +88,8 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 MEMORY_PREFIX, CACHED_PREFIX = "memory/", "held/"
 
 
-class BatchBuilder(Protocol):
-    """Builds events ``low`` to ``high`` of a global batch for a pass over the stream."""
-
-    def __call__(self, low: int, high: int, pass_number: int, *, global_batch: tuple[int, int]) -> EventBatch: ...
+BatchBuilder = Callable[[int, int, int, tuple[int, int]], EventBatch]
+"""(low, high, number of the pass over the stream, global batch) → events ``low`` to ``high`` of the global batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +207,7 @@ class MemoryScheduler:
         if low == high:
             return [None] * remaining
         passes = range(plan.pass_number, plan.pass_number + remaining)
-        return [self._build_batch(low, high, pass_number, global_batch=(first, end)) for pass_number in passes]
+        return [self._build_batch(low, high, pass_number, (first, end)) for pass_number in passes]
 
 
 def _union(nodes: Sequence[Tensor]) -> Tensor:

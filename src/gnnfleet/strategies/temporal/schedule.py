@@ -30,6 +30,10 @@ class ParallelLayout:
         """Axes of the mesh: trainers of a batch have adjacent ranks, then those of a memory."""
         return {"memory": self.memory_parallel, "epoch": self.epoch_parallel, "batch": self.batch_parallel}
 
+    def fits(self, requested: ParallelLayout) -> bool:
+        """True if it has the degrees of ``requested`` other than 0."""
+        return all(degree in (0, getattr(self, name)) for name, degree in vars(requested).items())
+
     def __str__(self) -> str:
         return f"{self.batch_parallel} × {self.epoch_parallel} × {self.memory_parallel}"
 

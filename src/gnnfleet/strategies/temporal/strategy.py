@@ -190,7 +190,7 @@ class TemporalStrategy(Reporting):
             return self._config.prefetch
         return auto_depth(0, processes=self._trainers_on_host)
 
-    def _build_batch(self, low: int, high: int, pass_number: int, *, global_batch: tuple[int, int]) -> EventBatch:
+    def _build_batch(self, low: int, high: int, pass_number: int, global_batch: tuple[int, int]) -> EventBatch:
         negatives = self._job.task.sample_negatives(torch.arange(low, high), sweep=pass_number)
         return self._builder.batch(low, high, negatives, sweep=pass_number, global_batch=global_batch)
 

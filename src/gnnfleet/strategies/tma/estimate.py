@@ -75,12 +75,9 @@ def _step_seconds(config: TmaConfig, trainer: _TrainerEstimate, profile: Machine
 
 def _weight_bytes(job: Job) -> int:
     """Bytes of the weights in a message."""
-    embeddings = [name for name, _ in job.model.named_parameters(remove_duplicate=False) if _is_embedding(job, name)]
+    modules = job.model.named_modules(remove_duplicate=False)
+    embeddings = [f"{name}.weight" for name, module in modules if isinstance(module, NodeEmbedding)]
     return FlatLayout.of_model(job.model, job.dtype, without=embeddings).nbytes
-
-
-def _is_embedding(job: Job, name: str) -> bool:
-    return isinstance(job.model.get_submodule(name.rpartition(".")[0]), NodeEmbedding)
 
 
 @dataclass(frozen=True, eq=False)
