@@ -16,8 +16,8 @@ from gnnfleet.errors import RunError
 from gnnfleet.strategies.protocol import SHARDED, State
 from gnnfleet.training import checkpoint
 from gnnfleet.training.checkpoint import TrainState, load_checkpoint, load_sharded, save_checkpoint, sharded_ids
-from gnnfleet.training.resume import find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
+from gnnfleet.training.run_session import find_resume_point
 from tests.ranks import RankPool
 
 

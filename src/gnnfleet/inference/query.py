@@ -23,9 +23,8 @@ from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.store import open_store, save_store
 from gnnfleet.inference.predict import check_output, write_event_scores, write_predictions, write_scores
 from gnnfleet.launch.local_launcher import launch
-from gnnfleet.launch.rank_main import open_same_store, run_rank, with_placement
+from gnnfleet.launch.rank_main import broadcast_spec, open_same_store, run_rank, with_placement
 from gnnfleet.launch.spec import RunSpec
-from gnnfleet.launch.torchrun import broadcast_spec
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.nn.embedding import embedding_ids
 from gnnfleet.report.progress import make_progress
@@ -37,9 +36,8 @@ from gnnfleet.training.build import BuiltRun, RankContext, build, rebuild, rebui
 from gnnfleet.training.checkpoint import TrainState, load_sharded
 from gnnfleet.training.output_schema import OutputSchema, column_order
 from gnnfleet.training.partition_cache import prepare_placement
-from gnnfleet.training.resume import broadcast_state
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import named_report
+from gnnfleet.training.run_session import broadcast_state, named_report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,11 +22,12 @@ from gnnfleet.comm.rendezvous import Rendezvous, rendezvous
 from gnnfleet.comm.world import World, init_world
 from gnnfleet.config.resolve import resolve
 from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT, RunConfig
-from gnnfleet.errors import StoreError
+from gnnfleet.errors import ExchangeError, StoreError
 from gnnfleet.graph.graph import Graph
 from gnnfleet.graph.partition.chunk_layout import open_chunk_layouts
 from gnnfleet.graph.store import open_store
 from gnnfleet.graph.validate import open_validated_part
+from gnnfleet.launch.confirmed_model import check_model_path
 from gnnfleet.launch.spec import RunSpec
 from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.nn.embedding import embedding_ids
@@ -33,9 +35,11 @@ from gnnfleet.report.progress import make_progress
 from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.training.build import RankContext, build
-from gnnfleet.training.resume import find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import run_session
+from gnnfleet.training.run_session import find_resume_point, run_session
+
+PREPARE_TIMEOUT = 24 * 3600.0
+"""Seconds that other ranks wait for the first rank to partition the graph; heartbeats go on meanwhile."""
 
 
 def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRecord:
@@ -58,6 +62,32 @@ def run_spec(spec: RunSpec, world: World, *, store: Path | None = None) -> RunRe
         record = run_session(built, config, directory, start=start, quiet=quiet)
         built.strategy.close()
     return record
+
+
+def broadcast_spec(
+    world: World,
+    rendezvous: Rendezvous,
+    prepare: Callable[[], RunSpec],
+    local_model_files: Callable[[], frozenset[Path]],
+) -> RunSpec:
+    """Collective. The spec that the first rank prepares; other ranks execute no model file but their own."""
+    if world.is_first:
+        spec = prepare()
+        rendezvous.store.set("spec", spec.as_json())
+        return spec
+    spec = RunSpec.from_json(_poll_key(rendezvous, "spec"))
+    check_model_path(spec.config, local_model_files())
+    return spec
+
+
+def _poll_key(rendezvous: Rendezvous, key: str) -> bytes:
+    """Wait for a key of the store by polling: a call that blocks would hang with the network."""
+    deadline = time.monotonic() + PREPARE_TIMEOUT
+    while not rendezvous.store.check([key]):
+        if time.monotonic() > deadline:
+            raise ExchangeError(f"rank 0 has not prepared the run within {PREPARE_TIMEOUT / 3600:.0f} hours")
+        time.sleep(0.1)
+    return rendezvous.store.get(key)
 
 
 def train_rank(spec: RunSpec, world: World) -> dict[str, Any]:

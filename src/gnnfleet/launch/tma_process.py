@@ -70,9 +70,8 @@ def run_coordinator(spec: RunSpec, store: MessageStore) -> None:
     from gnnfleet.report.progress import make_progress
     from gnnfleet.strategies.tma.protocol import RunMessages
     from gnnfleet.training.build import RankContext, build
-    from gnnfleet.training.resume import find_resume_point
     from gnnfleet.training.run_dir import RunDirectory
-    from gnnfleet.training.run_session import run_session
+    from gnnfleet.training.run_session import find_resume_point, run_session
 
     config, messages = resolve(spec.config), RunMessages(store.reconnect(retry_seconds=2.0))
 

@@ -30,8 +30,8 @@ from gnnfleet.training.build import validate, validate_events
 from gnnfleet.training.module_execution import settle_execution
 from gnnfleet.training.output_schema import OutputSchema
 from gnnfleet.training.partition_cache import empty_parts_warning, prepare_placement
-from gnnfleet.training.resume import read_resume_point
 from gnnfleet.training.run_dir import RunDirectory, choose_directory
+from gnnfleet.training.run_session import read_resume_point
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from gnnfleet.config.resolve import named_group, resolve
 from gnnfleet.config.schema import DEFAULT_SILENCE_LIMIT, RunConfig
 from gnnfleet.errors import ConfigError, GnnfleetError
 from gnnfleet.graph.store import open_store
-from gnnfleet.launch.rank_main import run_rank, run_spec
+from gnnfleet.launch.rank_main import broadcast_spec, run_rank, run_spec
 from gnnfleet.launch.spec import RunSpec
-from gnnfleet.launch.torchrun import broadcast_spec
 from gnnfleet.nn.config import make_config
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation, prepare_run, resolve_run

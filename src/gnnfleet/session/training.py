@@ -28,9 +28,8 @@ from gnnfleet.report.remarks import print_note
 from gnnfleet.report.run_record import RunRecord
 from gnnfleet.session.prepare import RunLocation, choose_run_dir, prepare_run, resolve_run
 from gnnfleet.training.build import BuiltRun, RankContext, build
-from gnnfleet.training.resume import find_resume_point
 from gnnfleet.training.run_dir import RunDirectory
-from gnnfleet.training.run_session import run_session
+from gnnfleet.training.run_session import find_resume_point, run_session
 from gnnfleet.training.trace_files import collect_spans
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -173,13 +173,8 @@ class EventEvaluator:
         if key not in self._edgebank_cache:
             part, rule = self.task.parts[split], self._all if full else self.task.negatives
             windows = {"edgebank": None, "edgebank_window": time_window(self.task.parts["train"])}
-            ranks = {
-                name: edgebank_ranks(
-                    self.task.stream, part, window=window, negatives=rule, batch=self.batch, count=self._count
-                )
-                for name, window in windows.items()
-            }
-            self._edgebank_cache[key] = {name: mrr(values) for name, values in ranks.items()}
+            rank = partial(edgebank_ranks, self.task.stream, part, negatives=rule, batch=self.batch, count=self._count)
+            self._edgebank_cache[key] = {name: mrr(rank(window=window)) for name, window in windows.items()}
         return self._edgebank_cache[key]
 
     @property
