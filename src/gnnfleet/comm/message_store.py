@@ -148,8 +148,7 @@ class MessageStore:
     @_retried
     def _write(self, key: str, fields: Mapping[str, Any], pieces: Mapping[str, Tensor]) -> None:
         with _connection_lost(self.address):
-            # Pieces of the previous message, and those that interrupted writers have left.
-            obsolete = [n for n in self._store.list_keys() if n.startswith(f"{key}#") and n not in pieces]
+            obsolete = [name for name in self._pieces(key) if name not in pieces]
             for name, piece in pieces.items():
                 self._store.set(name, piece.numpy().tobytes())  # type: ignore[arg-type]
             nbytes = sum(len(piece) for piece in pieces.values())
@@ -184,6 +183,10 @@ class MessageStore:
 
     def remove(self, key: str) -> None:
         self.remove_where(lambda other: other == key)
+
+    def _pieces(self, key: str) -> list[str]:
+        """Names of all pieces of a message, also of those that interrupted writers have left."""
+        return [name for name in self._store.list_keys() if name.startswith(f"{key}#")]
 
     def _value(self, key: str) -> bytes:
         """Read a value; empty if there is none."""

@@ -95,7 +95,7 @@ class ScoreCache:
 
     def _free_slots(self) -> Tensor:
         """Slots that missed ids may take in this step, in this order."""
-        empty = self._index.empty()
+        empty = (self._index.held < 0).nonzero()[:, 0]
         if self._steps % self._delta:
             return empty
         victims = ((self._index.held >= 0) & (self._idle >= self._delta)).nonzero()[:, 0]
@@ -190,9 +190,6 @@ class _CacheIndex:
         """[n] the slot of each id, filled or not, or -1."""
         positions = _positions(self.ids, ids)
         return torch.where(positions >= 0, self.slots[positions], -1) if len(self.ids) else positions
-
-    def empty(self) -> Tensor:
-        return (self.held < 0).nonzero()[:, 0]
 
     def fill(self, slots: Tensor) -> Tensor:
         """Fill those of ``slots`` that have an id and no row yet. [n] the slots filled now, -1 for others."""

@@ -62,7 +62,10 @@ class _EpochEstimator:
         self.prefetch = config.prefetch if config.prefetch != "auto" else int(context.overlaps)
         self.owner = self._owners()
         self.probes = [self._probe(rank, items) for rank in range(context.workers)]
-        self.warmups = [self._warmup_sample(probe) for probe in self.probes]
+        self.warmups = []
+        for probe in self.probes:
+            reads = (([ids[kind] for ids in probe.remote_ids], self._row_bytes(kind)) for kind in self.owner)
+            self.warmups.append(WarmupSample.of_reads(reads, len(probe.remote_ids), probe.blocks.structure_bytes))
         self.max_batches = min(
             choose_batches_per_fetch(warmup, config.buffer, self.steps, prefetch=self.prefetch, lookahead=0)
             for warmup in self.warmups
@@ -122,10 +125,6 @@ class _EpochEstimator:
         width = 0 if x is None else int(x.shape[1])
         aggregate = width * self.job.dtype.itemsize if self.is_cached else 0
         return (0 if x is None else width * x.element_size()) + aggregate + 8.0
-
-    def _warmup_sample(self, probe: _ProbedBatches) -> WarmupSample:
-        reads = (([ids[kind] for ids in probe.remote_ids], self._row_bytes(kind)) for kind in self.owner)
-        return WarmupSample.of_reads(reads, len(probe.remote_ids), probe.blocks.structure_bytes)
 
     def estimate(self, batches: int) -> CostEstimate:
         context, workers, several = self.context, self.context.workers, self.context.workers > 1

@@ -23,7 +23,6 @@ from gnnfleet.strategies.job import EventJob, autocast
 from gnnfleet.strategies.optim import Adam
 from gnnfleet.strategies.temporal.config import TemporalConfig
 from gnnfleet.strategies.temporal.memory import MemoryRows, MemoryUpdate, NodeMemory
-from gnnfleet.tasks.event import EventTask
 
 QueryTime = Literal["event", "batch"]
 """Time of a query: that of its event, or the start of the batch, once per node. No query sees events of its batch."""
@@ -252,9 +251,17 @@ def train_static_embedding(config: TemporalConfig, job: EventJob, builder: Neigh
     optimizer = Adam([table, *model.parameters()], lr=config.static_lr, foreach=False)
     builder = replace(builder, queries="event", neighbours=model_config.neighbours, num_hops=model.num_hops)
     advance = job.progress.stage("static memory", config.static_epochs)
+    model.train()
     for epoch in range(config.static_epochs):
         for step, numbers in epoch_batches(train.numbers, config.batch_size, seed=job.seed, epoch=epoch):
-            _step(model, table, task, builder, numbers, DrawKey(job.seed, epoch, step), job.precision)
+            negatives = task.sample_negatives(numbers, sweep=epoch, number=STATIC_NEGATIVE_SET)
+            nodes = torch.cat([stream.src[numbers], stream.dst[numbers], negatives.flatten()])
+            times = query_times(stream.t[numbers], negatives)
+            block = builder.block(nodes, times, draw_ids(numbers, negatives), sweep=epoch)
+            with autocast(job.precision):
+                z = model.embed(block, table[block.nodes], DrawKey(job.seed, epoch, step))
+                loss, count = task.loss(model, z, numbers)
+            (loss / max(count, 1)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         advance(1)
@@ -262,24 +269,3 @@ def train_static_embedding(config: TemporalConfig, job: EventJob, builder: Neigh
     trained = torch.unique(torch.cat([train.src, train.dst]))
     embedding[trained] = table.detach()[trained]
     return embedding
-
-
-def _step(
-    model: TemporalModel,
-    table: Tensor,
-    task: EventTask,
-    builder: NeighborhoodBuilder,
-    numbers: Tensor,
-    key: DrawKey,
-    precision: str,
-) -> None:
-    stream = task.stream
-    src, dst, t = stream.src[numbers], stream.dst[numbers], stream.t[numbers]
-    negatives = task.sample_negatives(numbers, sweep=key.epoch, number=STATIC_NEGATIVE_SET)
-    nodes = torch.cat([src, dst, negatives.flatten()])
-    block = builder.block(nodes, query_times(t, negatives), draw_ids(numbers, negatives), sweep=key.epoch)
-    model.train()
-    with autocast(precision):
-        z = model.embed(block, table[block.nodes], key)
-        loss, count = task.loss(model, z, numbers)
-    (loss / max(count, 1)).backward()  # type: ignore[no-untyped-call]
