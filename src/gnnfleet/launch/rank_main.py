@@ -75,19 +75,14 @@ def broadcast_spec(
         spec = prepare()
         rendezvous.store.set("spec", spec.as_json())
         return spec
-    spec = RunSpec.from_json(_poll_key(rendezvous, "spec"))
-    check_model_path(spec.config, local_model_files())
-    return spec
-
-
-def _poll_key(rendezvous: Rendezvous, key: str) -> bytes:
-    """Wait for a key of the store by polling: a call that blocks would hang with the network."""
     deadline = time.monotonic() + PREPARE_TIMEOUT
-    while not rendezvous.store.check([key]):
+    while not rendezvous.store.check(["spec"]):  # a call that blocks would hang with the network
         if time.monotonic() > deadline:
             raise ExchangeError(f"rank 0 has not prepared the run within {PREPARE_TIMEOUT / 3600:.0f} hours")
         time.sleep(0.1)
-    return rendezvous.store.get(key)
+    spec = RunSpec.from_json(rendezvous.store.get("spec"))
+    check_model_path(spec.config, local_model_files())
+    return spec
 
 
 def train_rank(spec: RunSpec, world: World) -> dict[str, Any]:

@@ -46,40 +46,32 @@ class LoopConfig:
     other_metrics: Sequence[str] = ()  # of val, reported in each epoch
 
 
-class _BestWeights:
-    """Copy of the best weights so far; the checkpoint timer writes it."""
-
-    def __init__(self, state: State | None) -> None:
-        self.state = state
-        self.unsaved: TrainState | None = None  # position of a copy that is not written yet
-        self.averaged = False  # True if the copy is an average of the trained weights
-
-    def update(self, strategy: Strategy, position: TrainState) -> None:
-        state = strategy.state_dict()
-        self.averaged = RAW_WEIGHTS in state
-        self.state = {
-            part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            for part, tensors in state.items()
-            if part in ("model", SHARDED)
-        }
-        self.unsaved = position
-
-
-class _CheckpointTimer:
-    """Decides when checkpoints are written, and writes them.
+class _Checkpoints:
+    """Copies the best weights so far, decides when checkpoints are written, and writes them.
 
     Within an epoch, rank 0 says after how many steps the ranks check the clock again, so steps need no message. The
     first check comes after the second step, because most full-batch epochs have only one.
     """
 
-    def __init__(self, config: LoopConfig, best_weights: _BestWeights) -> None:
-        self._config, self._best_weights = config, best_weights
+    def __init__(self, config: LoopConfig, best: State | None) -> None:
+        self._config, self.best = config, best
+        self._unsaved: TrainState | None = None  # position of a copy of the best weights that is not written yet
+        self.averaged = False  # True if the copy is an average of the trained weights
         self._last_save = time.monotonic()
         self.begin_epoch()
 
     @property
     def is_overdue(self) -> bool:
         return time.monotonic() - self._last_save >= self._config.train.checkpoint_seconds
+
+    def copy_best(self, strategy: Strategy, position: TrainState) -> None:
+        state = strategy.state_dict()
+        self.averaged, self._unsaved = RAW_WEIGHTS in state, position
+        self.best = {
+            part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for part, tensors in state.items()
+            if part in ("model", SHARDED)
+        }
 
     def begin_epoch(self) -> None:
         self._steps_to_check, self._epoch_start, self._steps = _FIRST_CHECK, time.monotonic(), 0
@@ -102,10 +94,9 @@ class _CheckpointTimer:
 
     def save(self, strategy: Strategy, position: TrainState) -> None:
         """Write best before last: after a kill in between, training from last finds best again."""
-        best = self._best_weights
-        if best.unsaved is not None and best.state is not None:
-            self._config.save("best", best.state, best.unsaved)
-            best.unsaved = None
+        if self._unsaved is not None and self.best is not None:
+            self._config.save("best", self.best, self._unsaved)
+            self._unsaved = None
         self._config.save("last", strategy.state_dict(), position)
         self._last_save = time.monotonic()
 
@@ -122,9 +113,8 @@ def fit(
     The strategy then holds the weights of ``position.best_epoch``. Raises RunError if the loss is not finite.
     """
     position = start or TrainState()
-    best_weights = _BestWeights(best)
     rows: list[dict[str, Any]] = []
-    checkpoints = _CheckpointTimer(config, best_weights)
+    checkpoints = _Checkpoints(config, best)
     last_saved = position.epoch
     while position.epoch < config.train.epochs and not _exhausted(position, config):
         position, row = _run_epoch(strategy, position, config, checkpoints)
@@ -138,7 +128,7 @@ def fit(
             if _is_better(scores, config.metric, position):
                 best_metric, best_loss = scores[config.metric], scores["loss"]
                 position = replace(position, best_epoch=position.epoch, best_metric=best_metric, best_loss=best_loss)
-                best_weights.update(strategy, position)
+                checkpoints.copy_best(strategy, position)
             position = _after_plateau(config.train, position)
         rows.append(row)
         for sink in config.sinks:
@@ -151,15 +141,15 @@ def fit(
             last_saved = position.epoch
     if last_saved < position.epoch:
         checkpoints.save(strategy, position)
-    if best_weights.state is not None and (position.best_epoch != position.epoch or best_weights.averaged):
-        strategy.load_state_dict(best_weights.state)
+    if checkpoints.best is not None and (position.best_epoch != position.epoch or checkpoints.averaged):
+        strategy.load_state_dict(checkpoints.best)
     if not config.validates:
         position = replace(position, best_epoch=position.epoch)
     return position, rows
 
 
 def _run_epoch(
-    strategy: Strategy, position: TrainState, config: LoopConfig, checkpoints: _CheckpointTimer
+    strategy: Strategy, position: TrainState, config: LoopConfig, checkpoints: _Checkpoints
 ) -> tuple[TrainState, dict[str, Any]]:
     """Train one epoch, or the rest of a resumed one; returns the new position and the epoch's row of metrics."""
     started = time.perf_counter() - position.seconds
