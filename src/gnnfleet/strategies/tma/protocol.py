@@ -165,7 +165,8 @@ class RunMessages:
         message = self.store.read(f"ack/{trainer}")
         return message is not None and RunState(**message.fields) == state
 
-    def write_update(self, state: RunState, trainer: int, update: TrainerUpdate) -> None:
+    def write_update(self, state: RunState, trainer: int, update: TrainerUpdate) -> int:
+        """Send the update of a round; returns the bytes of the message."""
         rows = {f"rows/{name}": rows for name, rows in update.rows.items()}
         shapes, body = _pack({"weights": update.weights, **rows})
         fields = {
@@ -175,6 +176,7 @@ class RunMessages:
             "shapes": shapes,
         }
         self.store.write(f"update/{state.path}/{trainer}", fields, body)
+        return len(body)
 
     def read_update(self, state: RunState, trainer: int, dtype: torch.dtype) -> TrainerUpdate | None:
         message = self.store.read(f"update/{state.path}/{trainer}")
