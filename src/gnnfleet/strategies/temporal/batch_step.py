@@ -83,17 +83,16 @@ class NeighborhoodBuilder:
             times = query_times(stream.t[low:high], negatives)
             ids = draw_ids(stream.first + torch.arange(low, high), negatives)
         block = self.block(nodes, times, ids, sweep=sweep, visible=begin)
-        targets = self._memory_targets(block, low, high, global_batch)
-        pairs = self._pair_features(low, high, negatives, begin)
-        return EventBatch(low, high, negatives, block, query_index, targets, pairs)
-
-    def _pair_features(self, low: int, high: int, negatives: Tensor, visible: int) -> Tensor | None:
-        if not self.pair_unit:
-            return None
-        stream = self.stream
-        dst = torch.cat([stream.dst[low:high, None], negatives], 1)
-        features = PairFeatures(self.history, stream.src, self.pair_unit)
-        return features.of(stream.src[low:high], dst, stream.t[low:high], visible=visible)
+        ends, event, other = last_events(stream, *(global_batch or (low, high)))
+        if global_batch is not None:
+            is_local = (event >= low) & (event < high)
+            ends, event, other = ends[is_local], event[is_local], other[is_local]
+        rows = torch.searchsorted(block.nodes, ends), torch.searchsorted(block.nodes, other)
+        pairs = None
+        if self.pair_unit:
+            features = PairFeatures(self.history, stream.src, self.pair_unit)
+            pairs = features.of(src, torch.cat([dst[:, None], negatives], 1), stream.t[low:high], visible=begin)
+        return EventBatch(low, high, negatives, block, query_index, MemoryTargets(ends, event, *rows), pairs)
 
     def block(
         self, nodes: Tensor, times: Tensor, ids: Tensor, *, sweep: int = 0, visible: int | None = None
@@ -137,15 +136,6 @@ class NeighborhoodBuilder:
         query, neighbors = row[: len(first.query)], row[len(first.query) :].view(exists.shape)
         hops[-1] = replace(first, query=query, neighbors=torch.where(exists, neighbors, -1))
         return EventBlock(nodes, tuple(reversed(hops)), self.stream.msg)
-
-    def _memory_targets(
-        self, block: EventBlock, low: int, high: int, global_batch: tuple[int, int] | None
-    ) -> MemoryTargets:
-        ids, event, other = last_events(self.stream, *(global_batch or (low, high)))
-        if global_batch is not None:
-            is_local = (event >= low) & (event < high)
-            ids, event, other = ids[is_local], event[is_local], other[is_local]
-        return MemoryTargets(ids, event, torch.searchsorted(block.nodes, ids), torch.searchsorted(block.nodes, other))
 
 
 def unique_nodes(ids: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:

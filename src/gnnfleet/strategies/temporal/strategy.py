@@ -116,7 +116,10 @@ class TemporalStrategy(Reporting):
         start, end = schedule.start(epoch), schedule.start(epoch + 1)
         self.scheduler.begin(start + first)
         started = time.perf_counter()
-        with closing(prefetch_items(self.scheduler.items(start + first, end), self._prefetch_depth)) as items:
+        depth = self._config.prefetch
+        if depth == "auto":  # 0 if the thread would not have a core to itself
+            depth = auto_depth(0, processes=self._trainers_on_host)
+        with closing(prefetch_items(self.scheduler.items(start + first, end), depth)) as items:
             for work in items:
                 loss, count = self._step(work, static)
                 yield StepRecord(epoch, work.iteration - start, loss, count, time.perf_counter() - started)
@@ -182,13 +185,6 @@ class TemporalStrategy(Reporting):
         warmup = round(config.warmup * epoch) if factor > 1 else 0
         decay = config.lr_decay if self._job.train.schedule == "constant" else 0.0
         return LrSchedule(self._job.train.lr, factor, warmup, decay, epoch)
-
-    @property
-    def _prefetch_depth(self) -> int:
-        """Number of batches built ahead; 0 if the thread would not have a core to itself."""
-        if self._config.prefetch != "auto":
-            return self._config.prefetch
-        return auto_depth(0, processes=self._trainers_on_host)
 
     def _build_batch(self, low: int, high: int, pass_number: int, global_batch: tuple[int, int]) -> EventBatch:
         negatives = self._job.task.sample_negatives(torch.arange(low, high), sweep=pass_number)
