@@ -89,9 +89,7 @@ SplitOption = _of_model(
     "Shares of train/val/test such as 0.6/0.2/0.2, or 20-per-class, or the number of a split in the store. Default 0.",
 )
 SettingsOption = _of_model(
-    "KEY=VALUE",
-    "Set one parameter, for example train.lr=0.01. Repeatable. All parameters: docs/defaults.md.",
-    "--set",
+    "KEY=VALUE", "Set one parameter, for example train.lr=0.01. Repeatable. All parameters: docs/defaults.md.", "--set"
 )
 ConfigOption = _of_model("FILE", "Read settings from a TOML file.", "--config", "-c")
 NoCheckOption = typer.Option(
@@ -111,24 +109,16 @@ StrategyOption = _of_execution(
     "-s",
 )
 TrainWorkersOption = _of_execution(
-    "N",
-    "Worker processes on this machine. Default 1. For several machines see the examples.",
-    "--workers",
-    "-w",
+    "N", "Worker processes on this machine. Default 1. For several machines see the examples.", "--workers", "-w"
 )
 RestartsOption = _of_execution(
-    "N",
-    "Restart all workers from the last checkpoint up to N times after a failure.",
-    "--max-restarts",
+    "N", "Restart all workers from the last checkpoint up to N times after a failure.", "--max-restarts"
 )
 LauncherOption = _of_execution(
-    "NAME",
-    "tma only: start trainers as local processes (process, default) or as Ray actors (ray).",
-    "--launcher",
+    "NAME", "tma only: start trainers as local processes (process, default) or as Ray actors (ray).", "--launcher"
 )
 PartitionOption = _of_execution(
-    "METHOD",
-    "Partition method: mincut, super, random, stream or range. Default: chosen by the strategy.",
+    "METHOD", "Partition method: mincut, super, random, stream or range. Default: chosen by the strategy."
 )
 TrainMemoryOption = _of_execution(
     "SIZE",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gnnfleet.cli.options import JsonFlag, QuietFlag, check_is_directory
+from gnnfleet.cli.options import JsonFlag, QuietFlag, StoreArgument
 from gnnfleet.cli.output import print_result
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.remarks import print_note
@@ -24,7 +24,7 @@ BalanceChoice = StrEnum("BalanceChoice", ["nodes", "edges", "train"])
 
 
 def partition(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of a store.", callback=check_is_directory)],
+    store: StoreArgument,
     parts: Annotated[int, typer.Option("--parts", "-p", metavar="N", help="Number of parts, usually one per worker.")],
     method: Annotated[
         MethodChoice, typer.Option("--method", "-m", help="Partition method; see above.")

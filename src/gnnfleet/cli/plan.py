@@ -82,19 +82,10 @@ def plan(
     from gnnfleet.strategies.registry import AUTO
     from gnnfleet.units import parse_rate
 
-    tree = options.read_settings(
-        config,
-        settings,
-        strategy={"name": AUTO, **({} if goal is None else {"goal": str(goal)})},
-        model=model,
-        workers=workers,
-        task=task,
-        seed=seed,
-        split=split,
-        partition=partition,
-        memory=memory,
-        check=False if no_check else None,
-    )
+    strategy = {"name": AUTO, **({} if goal is None else {"goal": str(goal)})}
+    run_options: dict[str, Any] = {"model": model, "workers": workers, "task": task, "seed": seed, "split": split}
+    run_options |= {"partition": partition, "memory": memory, "check": False if no_check else None}
+    tree = options.read_settings(config, settings, strategy=strategy, **run_options)
     rate = None if bandwidth is None else parse_rate(bandwidth)
     only = [] if strategies is None else [name.strip() for name in strategies.split(",")]
     strategy_plan = make_plan(open_store(store), tree, bandwidth=rate, only=only, quiet=quiet)

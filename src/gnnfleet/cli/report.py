@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gnnfleet.cli.options import JsonFlag, QuietFlag
+from gnnfleet.cli.options import JsonFlag, QuietFlag, RunArgument
 from gnnfleet.cli.output import format_bytes, print_result, table
 from gnnfleet.errors import ConfigError
 from gnnfleet.report.phase_timer import COMPUTE, EXCHANGE, PHASES, WAIT
@@ -120,9 +120,7 @@ def summary_table(runs: list[dict[str, Any]], equals: dict[str, str] | None = No
 POLL_SECONDS = 0.5
 
 
-def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/last.")],
-) -> None:
+def watch(run: RunArgument) -> None:
     """Follow a run until it ends: loss, metric, time by phase, traffic and memory of each worker.
 
     On a terminal the view refreshes in place; elsewhere each epoch is one line. A finished run is shown once.

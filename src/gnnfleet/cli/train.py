@@ -86,21 +86,11 @@ def train(
     from gnnfleet.session.training import run_training
 
     strategy_settings = {"name": strategy, "launcher": launcher}
-    tree = options.read_settings(
-        config,
-        settings,
-        strategy={key: value for key, value in strategy_settings.items() if value is not None} or None,
-        workers=workers,
-        model=model,
-        task=task,
-        seed=seed,
-        split=split,
-        partition=partition,
-        memory=memory,
-        precision=None if precision is None else str(precision),
-        report={"trace": True} if trace else None,
-        check=False if no_check else None,
-    )
+    strategy_settings = {key: value for key, value in strategy_settings.items() if value is not None}
+    run_options: dict[str, Any] = {"workers": workers, "model": model, "task": task, "seed": seed, "split": split}
+    run_options |= {"partition": partition, "memory": memory, "precision": precision and str(precision)}
+    run_options |= {"report": {"trace": True} if trace else None, "check": False if no_check else None}
+    tree = options.read_settings(config, settings, strategy=strategy_settings or None, **run_options)
     location = RunLocation(run_dir, keep=True, resume=resume)
 
     def show(record: RunRecord, resolved: RunConfig) -> None:

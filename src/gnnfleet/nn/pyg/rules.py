@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -178,23 +179,12 @@ def _attention(rules: PassRules, func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _batch_norm(
-    rules: PassRules,
-    func: Any,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
-    norm = SimpleNamespace(
-        running_mean=running_mean, running_var=running_var, weight=weight, bias=bias, momentum=momentum, eps=eps
-    )
+def _batch_norm(rules: PassRules, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    arguments = signature(func).bind(input, *args, **kwargs)
+    arguments.apply_defaults()
+    norm = SimpleNamespace(**arguments.arguments)
+    if not norm.training:
+        return func(input, *args, **kwargs)
     if rules.row_types is None and rules.edges is None and rules.propagated is not None:
         num_dst = rules.view.num_dst  # behind its messages a convolution has meaningless rows of other sources
         return torch.cat([_norm_columns(rules.view, norm, input[:num_dst]), input[num_dst:]])

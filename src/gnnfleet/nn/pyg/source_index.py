@@ -83,12 +83,6 @@ class SourceFetcher:
         finally:
             self.forget()
 
-    def send_back(self, x: Tensor) -> Tensor:
-        """Collective. Add the rows of remote sources to those of their owners."""
-        if not self.edges.has_remote_sources:
-            return x
-        return self.edges.send_back(x.reshape(len(x), x.shape[1:].numel())).view(-1, *x.shape[1:])
-
 
 class SourceIndex(Tensor):
     """[2, E] or [E] row numbers, of which those of sources may be remote."""
@@ -268,8 +262,8 @@ def _scatter_add(func: Any, x: Tensor, dim: int, index: SourceIndex, src: Tensor
         return func(x, dim, plain(index), src)
     if dim % x.dim() or x.shape[0] != fetcher.num_local:
         raise ConfigError("a module sums over sources along another dimension than the first")
-    total = x.new_zeros(fetcher.edges.num_fetched, *x.shape[1:]).scatter_add(0, plain(index), src)
-    total = fetcher.send_back(total)
+    rows = x.new_zeros(fetcher.edges.num_fetched, *x.shape[1:]).scatter_add(0, plain(index), src)
+    total = fetcher.edges.send_back(rows.reshape(len(rows), x.shape[1:].numel())).view(-1, *x.shape[1:])
     return x.add_(total) if func is Tensor.scatter_add_ else x + total
 
 
