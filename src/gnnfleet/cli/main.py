@@ -42,14 +42,11 @@ class Command(TyperCommand):
         return [*super().get_params(ctx), *shared]
 
 
-def _help(function: Callable[..., Any]) -> str:
-    """Docstring as help text: prose wraps at the width of the terminal, tables keep their lines."""
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-    return "\n\n".join(text if "  " in text else text.replace("\n", " ") for text in paragraphs)
-
-
 def _add_command(group: typer.Typer, name: str, function: Callable[..., Any], examples: str | None = None) -> None:
-    group.command(name, cls=Command, help=_help(function), epilog=examples)(function)
+    """Add a command with its docstring as help: prose wraps at the width of the terminal, tables keep their lines."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    text = "\n\n".join(part if "  " in part else part.replace("\n", " ") for part in paragraphs)
+    group.command(name, cls=Command, help=text, epilog=examples)(function)
 
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnfleet.comm.halo_exchange import FetchedRows, OnRows, ReturnPath, RingExchange, RowTable
+from gnnfleet.comm.halo_exchange import OnRows, RingExchange, RowTable
 from gnnfleet.comm.world import World
 from gnnfleet.graph.graph import EdgeType, Graph, validated_edges, validated_nodes
 from gnnfleet.graph.partition.assign import Assignment
@@ -94,21 +94,14 @@ class _RecordingRing(RingExchange):
     exchanges: list[TracedExchange] = field(default_factory=list)  # shared by the rings of all layers
     sums: list[int] = field(default_factory=list)
 
-    def run(
-        self,
-        tables: Sequence[RowTable],
-        on_rows: OnRows,
-        *,
-        returns: Sequence[ReturnPath] = (),
-        fetched: FetchedRows | None = None,
-        **options: Any,
-    ) -> None:
+    def run(self, tables: Sequence[RowTable], on_rows: OnRows, **options: Any) -> None:
+        returns, fetched = options.get("returns", ()), options.get("fetched")
         sent = tuple((self.names[id(table.plan)], table.rows.shape[1] * table.rows.element_size()) for table in tables)
         returned = tuple((self.names[id(path.plan)], path.width * path.dtype.itemsize) for path in returns)
         is_refetch = fetched is not None and fetched.is_complete
         is_cacheable = fetched is not None and not is_refetch
         self.exchanges.append(TracedExchange(self.layer, sent, returned, is_refetch, is_cacheable))
-        super().run(tables, on_rows, returns=returns, fetched=fetched, **options)
+        super().run(tables, on_rows, **options)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
         self.sums.append(t.nbytes)
