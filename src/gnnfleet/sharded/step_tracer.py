@@ -147,7 +147,8 @@ def _trace_at(
             for kind in sample.node_types
             for direction in ("in", "out")
         }
-        x = {kind: _features(sample, kind).to(precision) for kind in sample.node_types}
+        tables = {kind: sample.nodes(kind) for kind in sample.node_types}
+        x = {k: (torch.empty(t.count, 0) if t.x is None else t.x).to(precision) for k, t in tables.items()}
         inputs: Any = x if len(x) > 1 else next(iter(x.values()))
         sample_model = resized_copy(model, {kind: nodes.count for kind, nodes in graph.nodes.items()})
         if isinstance(sample_model, PygModule):
@@ -194,11 +195,6 @@ def _sample_graph(shard: Shard, share: float) -> Graph:
 
 def ones_like(values: Tensor | None, rows: int) -> Tensor | None:
     return None if values is None else torch.ones(rows, *values.shape[1:])
-
-
-def _features(shard: Shard, kind: str) -> Tensor:
-    nodes = shard.nodes(kind)
-    return torch.empty(nodes.count, 0) if nodes.x is None else nodes.x
 
 
 def resized_copy(model: Model, counts: Mapping[str, int]) -> Model:
