@@ -28,7 +28,7 @@ EPOCHS = 3
 MODELS: list[dict[str, Any]] = [
     {"name": "gcn", "input_dropout": 0.3},
     {"name": "gcn", "norm": "batch"},
-    {"name": "sage", "norm": "layer"},
+    {"name": "sage", "norm": "layer", "input_norm": "standardize"},
     {"name": "sage", "edge_features": False},
     {"name": "sage", "norm": "batch", "aggr": "max"},
     {"name": "sage", "aggr": "pool", "embedding": 4},
@@ -41,7 +41,7 @@ MODELS: list[dict[str, Any]] = [
     {"name": "res+", "norm": "batch"},
 ]
 TYPED: list[dict[str, Any]] = [
-    {"name": "rgcn"},
+    {"name": "rgcn", "input_norm": "standardize"},
     {"name": "rgcn", "norm": "batch", "bases": 2},
     {"name": "hetero-sage", "norm": "layer", "residual": True},
     {"name": "hetero-gat", "heads": 2, "input_dropout": 0.3},

@@ -81,6 +81,7 @@ def compare(
     from gnnfleet.config.resolve import overlay, parse_value, unflatten
     from gnnfleet.graph.store import open_store
     from gnnfleet.report.progress import make_progress
+    from gnnfleet.training.auto_defaults import with_auto_defaults
 
     names = parse_strategies(strategies)
     values = {key: parse_value(value) for key, value in options.parse_settings(settings).items()}
@@ -90,9 +91,10 @@ def compare(
     tree = {"workers": 2, **overlay(tree, options.read_settings(None, None, **run_options))}
     tree = tree if check else {**tree, "check": False}
     tree.pop("strategy", None)
+    graph = open_store(store)
+    tree = with_auto_defaults(graph, tree, quiet=quiet)
     num_workers = tree.pop("workers")
     comparison = Comparison(store, output / RUNS, names, num_workers, tree, strategy_settings)
-    graph = open_store(store)
     comparison.require_strategies()  # reports an error that concerns all strategies once
     for name in names:
         with suppress(GnnfleetError):  # reported when it is trained

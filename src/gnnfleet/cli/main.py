@@ -28,6 +28,7 @@ from gnnfleet.cli.partition import partition
 from gnnfleet.cli.plan import PLAN_EXAMPLES, plan
 from gnnfleet.cli.report import REPORT_EXAMPLES, report, watch
 from gnnfleet.cli.train import JOIN_EXAMPLES, TRAIN_EXAMPLES, join, train
+from gnnfleet.cli.tune import TUNE_EXAMPLES, tune
 from gnnfleet.errors import ConfigError, GnnfleetError, suggest
 from gnnfleet.report.remarks import print_note
 
@@ -68,6 +69,7 @@ _add_command(app, "info", info)
 _add_command(app, "partition", partition)
 _add_command(app, "plan", plan, PLAN_EXAMPLES)
 _add_command(app, "train", train, TRAIN_EXAMPLES)
+_add_command(app, "tune", tune, TUNE_EXAMPLES)
 _add_command(app, "join", join, JOIN_EXAMPLES)
 _add_command(app, "watch", watch)
 _add_command(app, "report", report, REPORT_EXAMPLES)

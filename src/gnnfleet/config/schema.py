@@ -39,6 +39,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     task: Literal["node", "link", "edge"] = "node"
     workers: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    auto_defaults: bool = True  # settings that the user left open are chosen for the graph (nodes, built-in models)
     check: bool = True  # compare layers and parts of a torch_geometric module with the whole before training
     precision: Literal["float32", "bf16", "float64"] = "float32"
     memory: OptionalSize = None  # budget per worker: sar keeps within it, plans that exceed it are rejected

@@ -36,7 +36,9 @@ class ModelConfig(BaseModel):
     layers: int = Field(3, ge=1, le=255, description="rounds of message passing; sign: of linear maps")
     dropout: float = Field(0.5, ge=0, lt=1, description="after each hidden layer; in gat and gatv2 also on attention")
     input_dropout: float = Field(0.0, ge=0, lt=1, description="on the input features")
-    input_norm: Literal["none", "sum"] = Field("none", description="sum: each node's features sum to 1 in magnitude")
+    input_norm: Literal["none", "sum", "standardize"] = Field(
+        "none", description="sum: rows sum to 1 in magnitude; standardize: columns have mean 0 and deviation 1"
+    )
     attention_dropout: float | None = Field(
         None, ge=0, lt=1, description="gat, gatv2, also as hetero-…, hgt: on attention; default: dropout, hgt: 0"
     )

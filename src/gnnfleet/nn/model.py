@@ -23,7 +23,7 @@ from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import activation, make_layers
-from gnnfleet.nn.norm import make_norm
+from gnnfleet.nn.norm import InputNorm, make_norm, module_name
 from gnnfleet.nn.sign import SignModel
 
 _T = TypeVar("_T")
@@ -77,6 +77,7 @@ class GNN(Model):
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._has_type_vectors = config.name in HETERO_MODELS and any(widths.values())
+        self.input_norm = InputNorm(config.input_norm, widths)
         for kind in widths:
             widths[kind] += self._add_embedding(kind, widths[kind], num_nodes, owned_ids)
         self.projections = torch.nn.ModuleDict()
@@ -85,7 +86,7 @@ class GNN(Model):
                 projection = torch.nn.Linear(width or config.hidden, config.hidden)
                 if not width:  # the bias is the vector of the type
                     projection.weight = torch.nn.Parameter(projection.weight.detach()[:, :0].clone())
-                self.projections[_key(kind)] = projection
+                self.projections[module_name(kind)] = projection
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
         types = {"edge_types": self.edge_types, "read_types": self._read_types}
@@ -120,7 +121,7 @@ class GNN(Model):
             return 0
         if count is None:
             raise ConfigError(f"embeddings of nodes {kind!r} need the number of nodes: give num_nodes")
-        self.embeddings[_key(kind)] = NodeEmbedding(count, width, ids=self._of_type(kind, owned_ids), kind=kind)
+        self.embeddings[module_name(kind)] = NodeEmbedding(count, width, ids=self._of_type(kind, owned_ids), kind=kind)
         return width
 
     def _of_type(self, kind: str, by_type: Mapping[str, _T] | None) -> _T | None:
@@ -137,7 +138,7 @@ class GNN(Model):
             return make_norm(self.config.norm, hidden) or torch.nn.Identity()
         return torch.nn.ModuleDict(
             {
-                _key(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity()
+                module_name(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity()
                 for kind in kinds
                 if name == "rgcn" or kind in self._read_types[index]
             }
@@ -281,7 +282,7 @@ class GNN(Model):
     ) -> Tensor:
         """Apply norm → activation → dropout in place: x is the fresh output of a conv."""
         norm: Any = self.norms[index]
-        norm = norm[_key(kind)] if kind is not None and isinstance(norm, torch.nn.ModuleDict) else norm
+        norm = norm[module_name(kind)] if kind is not None and isinstance(norm, torch.nn.ModuleDict) else norm
         x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
         return self._drop(view, self.act(x), mask_id)
 
@@ -295,8 +296,8 @@ class GNN(Model):
         out = {}
         for index, kind in enumerate(self.node_types):
             of_type = view.for_type(kind)
-            rows = self._input(of_type, x.get(kind), _key(kind), _INPUT + _MASK_STRIDE * index)
-            rows = self.projections[_key(kind)](rows)
+            rows = self._input(of_type, x.get(kind), module_name(kind), _INPUT + _MASK_STRIDE * index)
+            rows = self.projections[module_name(kind)](rows)
             if self.lins:
                 rows = self._drop(of_type, self.act(rows), _BEFORE + _MASK_STRIDE * index)
             out[kind] = rows
@@ -307,7 +308,7 @@ class GNN(Model):
         return () if isinstance(self.in_channels, int) else tuple(self.in_channels)
 
     def _input(self, view: GraphView, x: Tensor | None, key: str, mask_id: int) -> Tensor:
-        if x is not None and self.config.input_norm == "sum":
+        if x is not None and self.config.input_norm != "none":
             x = self._normalise(x, key)
         if key in self.embeddings:
             embedding: Tensor = self.embeddings[key](view)
@@ -319,11 +320,11 @@ class GNN(Model):
         return self._drop(view, x, mask_id, p=self.config.input_dropout)
 
     def _normalise(self, x: Tensor, key: str) -> Tensor:
-        """Rows of L1 norm 1; zero rows stay zero. Cached, because a full batch is the same tensor in every step."""
-        features, version, rows = self._normalised.get(key, (None, 0, x))
+        """Rows as ``input_norm`` says. Cached, because a full batch is the same tensor in every step."""
+        features, version, cached = self._normalised.get(key, (None, 0, x))
         if features is x and version == x._version:
-            return rows
-        rows = functional.normalize(x, p=1, dim=1)
+            return cached
+        rows: Tensor = self.input_norm(x, key)
         if self.training and not x.requires_grad:
             self._normalised[key] = (x, x._version, rows)
         return rows
@@ -343,6 +344,8 @@ class GNN(Model):
         """
         name = self.config.name
         if self.embeddings or self.config.input_dropout or name not in ("gcn", "sage", "gin", "rgcn"):
+            return None
+        if self.hetero and self.config.input_norm != "none":  # ``_raw`` has features as they are
             return None
         conv: Any = self.convs[0]
         with torch.no_grad():
@@ -376,7 +379,7 @@ class GNN(Model):
 
     def _project(self, kind: str, aggregate: Tensor) -> Tensor:
         """Turn the aggregate of ``_raw`` into that of projected rows; the column of ones carries the bias."""
-        lin: Any = self.projections[_key(kind)]
+        lin: Any = self.projections[module_name(kind)]
         return functional.linear(aggregate, torch.cat([lin.weight, lin.bias[:, None]], 1))
 
 
@@ -404,7 +407,7 @@ def build_model(
     counts = {kind: table.count for kind, table in graph.nodes.items()}
     edges = next(iter(graph.edges.values())) if len(graph.edges) == 1 else None
     attr = None if edges is None or not config.uses_edge_features else edges.attr
-    return (SignModel if config.name == "sign" else GNN)(
+    model = (SignModel if config.name == "sign" else GNN)(
         config,
         widths if len(widths) > 1 or config.name in HETERO_MODELS else next(iter(widths.values())),
         out_channels,
@@ -415,6 +418,8 @@ def build_model(
         edge_weight=edges is not None and edges.weight is not None and config.uses_edge_weight,
         owned_ids=owned_ids,
     )
+    model.input_norm.fit(table.x for table in graph.nodes.values())
+    return model
 
 
 def _read_types(
@@ -426,8 +431,3 @@ def _read_types(
         sources = {edge.src for edge in edge_types if edge.dst in read[0]}
         read.insert(0, [kind for kind in kinds if kind in read[0] or kind in sources])
     return read
-
-
-def _key(kind: str) -> str:
-    """Module name of a node type; the only type of a graph may have an empty name."""
-    return kind.replace(".", "_") or "node"

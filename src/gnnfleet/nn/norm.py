@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,6 +20,67 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, view: GraphView, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)
+
+
+_SAMPLED_ROWS = 10_000
+
+
+def sample_rows(x: Tensor) -> Tensor:
+    """[≤ 10,000, F] float64 rows at equal distances, the same on all ranks: statistics of features need no more."""
+    return x[:: max(1, len(x) // _SAMPLED_ROWS)].double()
+
+
+class Standardize(torch.nn.Module):
+    """(x − mean) · scale by column; ``fit`` sets the mean, and 1 / deviation, or 0 for a constant column."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(in_channels))
+        self.register_buffer("scale", torch.ones(in_channels))
+
+    def fit(self, x: Tensor) -> None:
+        rows = sample_rows(x)
+        deviation = rows.std(0, correction=0)
+        is_constant = deviation <= 1e-6 * rows.abs().mean(0)
+        self.mean.copy_(rows.mean(0))
+        self.scale.copy_(torch.where(is_constant, 0.0, 1 / deviation))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) * self.scale
+
+
+class InputNorm(torch.nn.Module):
+    """Normalised features by node type: rows that sum to 1 in magnitude, standardized columns, or neither.
+
+    ``widths`` are those of the features; a single type may have any name.
+    """
+
+    def __init__(self, mode: str, widths: Mapping[str, int]) -> None:
+        super().__init__()
+        self.mode, self._is_single = mode, len(widths) == 1
+        widths = {kind: width for kind, width in widths.items() if width and mode == "standardize"}
+        self.scalers = torch.nn.ModuleDict({module_name(kind): Standardize(width) for kind, width in widths.items()})
+
+    def fit(self, tables: Iterable[Tensor | None]) -> None:
+        """Take the statistics of features, one table for every node type."""
+        features = (x for x in tables if x is not None and x.shape[1])
+        for scaler, x in zip(self.scalers.values(), features, strict=False):
+            scaler.fit(x)  # type: ignore[operator]
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        if self.mode == "sum":
+            return functional.normalize(x, p=1, dim=1)
+        name = next(iter(self.scalers), "") if self._is_single else module_name(kind)
+        rows: Tensor = self.scalers[name](x) if name in self.scalers and x.shape[1] else x
+        return rows
+
+
+def module_name(kind: str) -> str:
+    """Module name of a node type; the only type of a graph may have an empty name."""
+    return kind.replace(".", "_") or "node"
 
 
 class BatchNorm(torch.nn.Module):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
@@ -24,7 +23,7 @@ from gnnfleet.nn.config import ModelConfig
 from gnnfleet.nn.conv.gcn import normalized_sum
 from gnnfleet.nn.layers import activation
 from gnnfleet.nn.layerwise import allocate_rows
-from gnnfleet.nn.norm import make_norm
+from gnnfleet.nn.norm import InputNorm, make_norm
 
 MAX_PATHS = 200
 """Metapaths of a model; each is a table as wide as the features of its first node type."""
@@ -70,6 +69,7 @@ class SignModel(Model):
         hops = config.hops if config.hops is not None else 3 if len(self.edge_types) == 1 else 2
         self.paths = _metapaths(self.edge_types, self.target, hops)
         self.table_memory = 4 << 30
+        self.input_norm = InputNorm(config.input_norm, widths)
 
         inputs = [self._width(path) for path in ((), *self.paths)]
         maps = [*[config.hidden] * (config.layers - 1), out_channels]
@@ -126,7 +126,7 @@ class SignModel(Model):
             if rows is None or not rows.shape[1]:
                 degree = view.for_type(kind).graph_degree().to(dtype)
                 rows = torch.stack([torch.ones_like(degree), degree.log1p()], 1)
-            out[kind] = self._normalised(rows)
+            out[kind] = self.input_norm(rows, kind)
         return out
 
     def _column_parts(self, view: GraphView, counts: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -215,11 +215,8 @@ class SignModel(Model):
         if own is None:
             own = x[self.target] if isinstance(x, Mapping) else x
             assert own is not None
-            own = self._normalised(first_rows(own, nodes.num_dst))
+            own = self.input_norm(first_rows(own, nodes.num_dst), self.target)
         return [own, *(aggregated[self._table_name(path)] for path in self.paths)]
-
-    def _normalised(self, rows: Tensor) -> Tensor:
-        return functional.normalize(rows, p=1, dim=1) if self.config.input_norm == "sum" else rows
 
     def _hidden(self, view: GraphView, inputs: Sequence[Tensor]) -> Tensor:
         nodes, rate = view.for_type(self.target), self.config.input_dropout

@@ -43,6 +43,7 @@ from gnnfleet.strategies.config import StrategyConfig
 from gnnfleet.strategies.estimates import CostEstimate, EventPlanningContext, PlanningContext, TrialTiming
 from gnnfleet.strategies.registry import AUTO, all_specs, estimate_costs, find_spec
 from gnnfleet.strategies.sampling_options import DEFAULT_BATCH, FanoutOption
+from gnnfleet.training.auto_defaults import with_auto_defaults
 from gnnfleet.training.build import RankContext, ValidatedRun, make_event_job, make_job, validate
 from gnnfleet.training.module_execution import check_strategy, settle_execution
 from gnnfleet.training.partition_cache import ensure_clusters, ensure_layouts, ensure_partition, ensure_placement
@@ -87,6 +88,7 @@ def is_auto_strategy(settings: Mapping[str, Any]) -> bool:
 
 def choose_strategy(graph: Graph, settings: Mapping[str, Any], *, quiet: bool) -> tuple[SettingsTree, StrategyPlan]:
     """The settings of a run with the recommended strategy instead of ``auto``; raises ConfigError if nothing fits."""
+    settings = with_auto_defaults(graph, settings, quiet=quiet)
     plan = make_plan(graph, settings, quiet=quiet)
     if plan.best is None:
         raise ConfigError("; ".join(plan.reasons))
@@ -113,6 +115,7 @@ def make_plan(
     if goal not in GRAPH_GOALS:
         raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GRAPH_GOALS)}")
     on_events = _plans_events(graph, settings, only)
+    settings = settings if on_events else with_auto_defaults(graph, settings, quiet=quiet)
     configs, refused = _candidate_configs(settings, options, only, on_events=on_events)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))

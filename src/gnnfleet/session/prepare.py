@@ -26,6 +26,7 @@ from gnnfleet.nn.custom_model import annotate_model_errors
 from gnnfleet.nn.unused_data import describe_unused
 from gnnfleet.report.metrics import check_tensorboard
 from gnnfleet.report.remarks import print_note
+from gnnfleet.training.auto_defaults import with_auto_defaults
 from gnnfleet.training.build import validate, validate_events
 from gnnfleet.training.module_execution import settle_execution
 from gnnfleet.training.output_schema import OutputSchema
@@ -48,6 +49,8 @@ def resolve_run(
 ) -> tuple[RunConfig, RunDirectory | None]:
     """The config of a run, and the directory that it resumes. Writes no file of the run."""
     directory = choose_run_dir(location, graph, model="") if location.resume else None
+    if directory is None or not directory.is_initialized:
+        settings = with_auto_defaults(graph, settings, quiet=quiet)
     config = resolve(settings) if directory is None else _resumed_config(directory, graph, settings)
     _check_memory(config)
     if config.report.tensorboard:

@@ -55,11 +55,12 @@ def run_on_stages(world: World, make: Callable[[], torch.nn.Module]) -> Outcome:
     one_thread = profile.CpuShare(cores=1, threads=1, threads_sharing=1)
     # Times do not count: two or three layers go to two stages.
     with mock.patch.object(profile, "REPEATS", 1), mock.patch.object(profile.CpuShare, "detect", lambda _: one_thread):
-        run = PipeStrategy(PipeConfig(graph_parallel=1, chunks=1), job)
+        run = PipeStrategy(PipeConfig(graph_parallel=1, chunks=1, cache_inputs=False), job)
     assert run.grid.stages == world.size and run._pipeline_rank is not None
-    x = run._pipeline_rank.stage.x
-    if x is not None:
-        x.requires_grad_()
+    stage, x = run._pipeline_rank.stage, None
+    if stage.features is not None:
+        x = graph.single_nodes.x.double()[run._pipeline_rank.views[0].node_ids].requires_grad_()
+        stage.features = lambda view: x
     run._run_pass(0, [], exact=True, updates_history=False)
     reported = run._reported_parameters()
     run.state_dict()  # every rank gets the buffers of all stages
