@@ -106,7 +106,7 @@ def test_values_come_back_from_other_formats(tables: Path, tmp_path: Path) -> No
 def test_a_run_that_learns_nothing_fails_and_keeps_its_files(tmp_path: Path) -> None:
     save_store(communities(), tmp_path / "store")
     options = ["--run-dir", tmp_path / "run", "--json", "--set", "train.epochs=30", "--set", "model.hidden=16"]
-    done = call("train", tmp_path / "store", *options, "--set", "train.lr=1000")
+    done = call("train", tmp_path / "store", *options, "--set", "train.lr=1000", "--set", "auto_defaults=false")
     assert done.returncode == 7
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "nothing was learnt: test accuracy" in line and "try a smaller train.lr (now 1000)" in line

@@ -76,7 +76,7 @@ def test_defaults_suit_every_strategy() -> None:
     """Batch norm is refused by sampled strategies and by pipelines."""
     for labels in (5, 500):
         for homophily in (None, 0.0, 0.9):
-            facts = GraphFacts(labels, 5 * labels, "plain", homophily, False, True)
+            facts = GraphFacts(labels, False, "plain", homophily, False, True)
             for model in ("", "gcn2", "res+", "gat"):
                 assert choose_defaults(facts, model).get("model.norm") != "batch"
 

@@ -92,7 +92,7 @@ def compare(
     tree = tree if check else {**tree, "check": False}
     tree.pop("strategy", None)
     graph = open_store(store)
-    tree = with_auto_defaults(graph, tree, quiet=quiet)
+    tree = with_auto_defaults(graph, tree, for_all=True, quiet=quiet)
     num_workers = tree.pop("workers")
     comparison = Comparison(store, output / RUNS, names, num_workers, tree, strategy_settings)
     comparison.require_strategies()  # reports an error that concerns all strategies once

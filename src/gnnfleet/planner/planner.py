@@ -88,7 +88,7 @@ def is_auto_strategy(settings: Mapping[str, Any]) -> bool:
 
 def choose_strategy(graph: Graph, settings: Mapping[str, Any], *, quiet: bool) -> tuple[SettingsTree, StrategyPlan]:
     """The settings of a run with the recommended strategy instead of ``auto``; raises ConfigError if nothing fits."""
-    settings = with_auto_defaults(graph, settings, quiet=quiet)
+    settings = with_auto_defaults(graph, settings, for_all=True, quiet=quiet)
     plan = make_plan(graph, settings, quiet=quiet)
     if plan.best is None:
         raise ConfigError("; ".join(plan.reasons))
@@ -115,7 +115,7 @@ def make_plan(
     if goal not in GRAPH_GOALS:
         raise ConfigError(f"strategy.goal={goal}: expected {', '.join(GRAPH_GOALS)}")
     on_events = _plans_events(graph, settings, only)
-    settings = settings if on_events else with_auto_defaults(graph, settings, quiet=quiet)
+    settings = settings if on_events else with_auto_defaults(graph, settings, for_all=True, quiet=quiet)
     configs, refused = _candidate_configs(settings, options, only, on_events=on_events)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gnnfleet-")))

@@ -16,11 +16,11 @@ from torch import Tensor
 from gnnfleet.config.resolve import flatten, named_group, overlay, resolve, unflatten
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import TRAIN, Edges, Graph, Nodes
+from gnnfleet.graph.graph import TRAIN, VAL, Edges, Graph, Nodes, labelled_rows
 from gnnfleet.nn.base import Model
+from gnnfleet.nn.config import TEMPORAL_MODELS
 from gnnfleet.nn.norm import sample_rows
 from gnnfleet.report.remarks import print_note
-from gnnfleet.strategies.registry import AUTO
 from gnnfleet.training.build import split_codes
 
 FEW_LABELS = 50
@@ -39,8 +39,8 @@ _SCALES = 10.0  # root mean square of a column, and its ratio to the median, fro
 class GraphFacts:
     """What defaults depend on. ``homophily`` is adjusted for class sizes: 0 for random labels, 1 for equal ones."""
 
-    labels_per_class: float
-    num_labels: int
+    labels_per_class: float  # of a regression: all
+    is_regression: bool
     features: str  # none, bag of words, other scales, plain
     homophily: float | None  # None: too few edges between labelled nodes
     is_hetero: bool
@@ -49,24 +49,33 @@ class GraphFacts:
     def __str__(self) -> str:
         homophily = "unknown" if self.homophily is None else f"{self.homophily:.2f}"
         features = "no features" if self.features == "none" else f"features: {self.features}"
+        if self.is_regression:
+            return f"{self.labels_per_class:,.0f} labels, {features}"
         return f"{self.labels_per_class:,.0f} labels per class, homophily {homophily}, {features}"
 
 
-def with_auto_defaults(graph: Graph, settings: Mapping[str, Any], *, quiet: bool = False) -> SettingsTree:
-    """Settings with defaults for the graph, once: ``auto_defaults`` is false in the result. Says what it chose."""
+def with_auto_defaults(
+    graph: Graph, settings: Mapping[str, Any], *, for_all: bool = False, quiet: bool = False
+) -> SettingsTree:
+    """Settings with defaults for the graph, once: ``auto_defaults`` is false in the result. Says what it chose.
+
+    ``for_all``: they must suit all strategies; those of the settings and the number of workers are not read.
+    """
     tree = dict(settings)
     if not tree.get("auto_defaults", True):
         return tree
-    is_planned = named_group("strategy", tree.get("strategy", {})).get("name") == AUTO
-    config = resolve({key: value for key, value in tree.items() if key != "strategy" or not is_planned})
+    model = named_group("model", tree.get("model", {})).get("name", "")
+    if for_all and model in TEMPORAL_MODELS:
+        return {**tree, "auto_defaults": False}
+    ignored = ("strategy", "workers", "partition", "memory") if for_all else ()
+    config = resolve({key: value for key, value in tree.items() if key not in ignored})
     fixed, target = {**tree, "auto_defaults": False}, graph.labelled_type
     if config.task != "node" or config.spec.input == "events" or config.model.is_custom or target is None:
         return fixed
     nodes = graph.nodes[target]
     facts = measure_facts(graph, nodes, split_codes(nodes, config)[0])
-    named = "name" in named_group("model", tree.get("model", {}))
-    model, is_sampled = config.model.name if named else "", config.strategy.is_sampled
-    chosen = choose_defaults(facts, model, is_sampled=is_sampled, batch_norm=_allows_batch_norm(config))
+    is_sampled = config.strategy.is_sampled
+    chosen = choose_defaults(facts, model, is_sampled=is_sampled, batch_norm=not for_all and _allows_batch_norm(config))
     own = flatten({**tree, "model": named_group("model", tree.get("model", {}))})
     chosen = {key: value for key, value in chosen.items() if key not in own}
     if chosen:
@@ -85,14 +94,15 @@ def choose_defaults(
         chosen["model.name"] = "hetero-sage" if facts.is_hetero else "gcn" if few != mixed else "sage"
     if (model or chosen["model.name"]) not in ("gcn2", "res+"):  # those are deep, with norms and residuals of their own
         chosen["model.layers"] = 2 if few or facts.is_hetero else 10 if mixed and not is_sampled else 3
-        chosen["model.norm"] = "none" if few else "batch" if mixed and batch_norm else "layer"
-        chosen["model.dropout"] = 0.5 if few else 0.3
+        norm = "batch" if mixed and batch_norm else "layer"
+        chosen["model.norm"] = "none" if few or facts.is_regression else norm  # norms drop the size of a value
+        chosen["model.dropout"] = 0.0 if facts.is_regression else 0.5 if few else 0.3
         chosen["model.residual"] = not few
     if facts.features in ("bag of words", "other scales"):
         chosen["model.input_norm"] = "sum" if facts.features == "bag of words" else "standardize"
     if mixed and not few:
         chosen["model.hidden"] = 64
-    chosen["train.lr"] = 0.01 if few or mixed else 0.003
+    chosen["train.lr"] = 0.01 if few or mixed or facts.is_regression else 0.003
     chosen["train.epochs"] = 50 if is_sampled else 200
     if facts.validates:
         chosen["train.patience"] = 10 if is_sampled else 50
@@ -111,15 +121,14 @@ def measure_facts(graph: Graph, nodes: Nodes, split: Tensor) -> GraphFacts:
     """Facts of a graph; only training labels are read. ``split`` [N] has the codes of the labelled type."""
     assert nodes.y is not None
     y = nodes.y
-    is_labelled = (y >= 0).any(1) if y.dim() == 2 else y.isfinite() if y.is_floating_point() else y >= 0
+    is_labelled = labelled_rows(y)
     is_train = (split == TRAIN) & is_labelled
-    count = int(is_train.sum())
-    classes = nodes.num_classes if not y.is_floating_point() else 1
-    is_hetero, homophily = graph.is_hetero, None
-    if not is_hetero and y.dim() == 1 and not y.is_floating_point():
+    count, is_hetero, homophily = int(is_train.sum()), graph.is_hetero, None
+    if not is_hetero and y.dim() == 1 and not nodes.regression:
         homophily = _adjusted_homophily(graph.single_edges, y, is_train)
-    validates = bool(((split != TRAIN) & (split >= 0) & is_labelled).any())
-    return GraphFacts(count / max(classes, 1), count, _feature_kind(nodes.x), homophily, is_hetero, validates)
+    validates = bool(((split == VAL) & is_labelled).any())
+    per_class = count if nodes.regression else count / max(nodes.num_classes, 1)
+    return GraphFacts(per_class, nodes.regression, _feature_kind(nodes.x), homophily, is_hetero, validates)
 
 
 def _adjusted_homophily(edges: Edges, y: Tensor, is_train: Tensor) -> float | None:
