@@ -57,14 +57,19 @@ def run_on_stages(world: World, make: Callable[[], torch.nn.Module]) -> Outcome:
     with mock.patch.object(profile, "REPEATS", 1), mock.patch.object(profile.CpuShare, "detect", lambda _: one_thread):
         run = PipeStrategy(PipeConfig(graph_parallel=1, chunks=1, cache_inputs=False), job)
     assert run.grid.stages == world.size and run._pipeline_rank is not None
-    stage, x = run._pipeline_rank.stage, None
-    if stage.features is not None:
-        x = graph.single_nodes.x.double()[run._pipeline_rank.views[0].node_ids].requires_grad_()
-        stage.features = lambda view: x
+    stage, inputs = run._pipeline_rank.stage, []
+    if (read := stage.features) is not None:
+
+        def features(view: Any) -> Tensor:
+            if not inputs:
+                inputs.append(read(view).detach().clone().requires_grad_())
+            return inputs[0]
+
+        object.__setattr__(stage, "features", features)
     run._run_pass(0, [], exact=True, updates_history=False)
     reported = run._reported_parameters()
     run.state_dict()  # every rank gets the buffers of all stages
-    module = model.module
+    module, x = model.module, inputs[0] if inputs else None
     return {
         "out": task.out,
         "x": None if x is None else torch.zeros_like(x) if x.grad is None else x.grad,
