@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gnnfleet.errors import PartitionError
-from gnnfleet.graph.partition.edge_scan import EdgeScan, EdgeSlice, NumpyArray, PartitionRequest
+from gnnfleet.graph.partition.edge_scan import EdgeScan, NumpyArray, PartitionRequest
 from gnnfleet.graph.partition.metis import metis_kway
 from gnnfleet.ops.native import _native
 from gnnfleet.report.progress import Progress
@@ -49,15 +48,6 @@ SIZE_SLACK = 1.3
 """Node counts may reach this multiple of the mean when something else is balanced."""
 
 
-class RepeatableScan(Protocol):
-    """A graph that can be read repeatedly; every node is a destination exactly once, in order."""
-
-    num_nodes: int
-    num_edges: int
-
-    def slices(self, limit: int) -> Iterator[EdgeSlice]: ...
-
-
 @dataclass(frozen=True)
 class QuotientGraph:
     """The graph between clusters: symmetric CSR with edge weights, and the weight and node count of every cluster."""
@@ -77,7 +67,7 @@ def stream_parts(scan: EdgeScan, request: PartitionRequest, progress: Progress) 
 
 
 def stream(
-    scan: RepeatableScan,
+    scan: EdgeScan,
     parts: int,
     *,
     weights: npt.NDArray[np.integer] | None = None,
@@ -121,7 +111,7 @@ def stream(
     return assignment.part
 
 
-def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Array:
+def cluster(scan: EdgeScan, *, max_nodes: int, seed: int = 0) -> Int32Array:
     """Return the cluster of every node, (num_nodes,) int32, numbered without gaps, at most `max_nodes` nodes in each.
 
     The clusters order the nodes of a part so that neighbours lie close together.
@@ -133,9 +123,7 @@ def cluster(scan: RepeatableScan, *, max_nodes: int, seed: int = 0) -> Int32Arra
     return label
 
 
-def _checked_weights(
-    scan: RepeatableScan, weights: npt.NDArray[np.integer] | None, imbalance: float
-) -> Int32Array | None:
+def _checked_weights(scan: EdgeScan, weights: npt.NDArray[np.integer] | None, imbalance: float) -> Int32Array | None:
     if imbalance < 0:
         raise PartitionError(f"imbalance is {imbalance}, expected at least 0")
     if scan.num_nodes >= 1 << 31:
@@ -147,7 +135,7 @@ def _checked_weights(
     return np.ascontiguousarray(weights, np.int32)
 
 
-def _is_symmetric(scan: RepeatableScan) -> bool:
+def _is_symmetric(scan: EdgeScan) -> bool:
     """True if every edge has its reverse."""
     asymmetry = 0
     for edges in scan.slices(SLICE_EDGES):
@@ -160,7 +148,7 @@ def _is_symmetric(scan: RepeatableScan) -> bool:
     return asymmetry % (1 << 64) == 0
 
 
-def _clusters_for_parts(scan: RepeatableScan, weight: Int32Array | None, parts: int, *, seed: int) -> Int32Array:
+def _clusters_for_parts(scan: EdgeScan, weight: Int32Array | None, parts: int, *, seed: int) -> Int32Array:
     """Cluster the nodes so finely, by weight and by count, that parts of whole clusters can be balanced."""
     nodes = scan.num_nodes
     clusters = parts * (FINE_CLUSTERS_PER_PART if 2 * scan.num_edges <= MIN_PAIRS else CLUSTERS_PER_PART)
@@ -176,7 +164,7 @@ def _clusters_for_parts(scan: RepeatableScan, weight: Int32Array | None, parts: 
     return _propagate(scan, mass, cap=cap, seed=seed)
 
 
-def _propagate(scan: RepeatableScan, weight: Int32Array | None, *, cap: int, seed: int) -> Int32Array:
+def _propagate(scan: EdgeScan, weight: Int32Array | None, *, cap: int, seed: int) -> Int32Array:
     """Label every node with its cluster, a node number."""
     nodes = scan.num_nodes
     label = np.arange(nodes, dtype=np.int32)
@@ -208,7 +196,7 @@ def _compact(label: Int32Array) -> int:
     return clusters
 
 
-def _quotient(scan: RepeatableScan, label: Int32Array, clusters: int, weight: Int32Array | None) -> QuotientGraph:
+def _quotient(scan: EdgeScan, label: Int32Array, clusters: int, weight: Int32Array | None) -> QuotientGraph:
     # A large graph has a slot per node, rounded down to a power of two; a slot takes 12 bytes.
     slots = max(MIN_PAIRS, 1 << scan.num_nodes.bit_length() - 1)
     slots = min(slots, 2 << (2 * scan.num_edges).bit_length())
@@ -293,7 +281,7 @@ def _pin_layout(parts: int) -> tuple[int, int] | None:
     return None
 
 
-def _refine(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> int:
+def _refine(scan: EdgeScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> int:
     """Improve the assignment in place; returns the volume, or 0 if there are too many parts to count it."""
     layout = _pin_layout(assignment.parts)
     if layout is None:
@@ -322,7 +310,7 @@ def _refine(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: in
     return volume
 
 
-def _refine_cut(scan: RepeatableScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> None:
+def _refine_cut(scan: EdgeScan, assignment: _BalancedAssignment, *, passes: int, seed: int) -> None:
     """Refine the cut by label propagation with parts as labels, which needs no counters (for very many parts)."""
     for _ in range(passes):
         for edges in scan.slices(SLICE_EDGES):

@@ -6,20 +6,23 @@ incarnation and round, so no update counts twice or in another round.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn, Protocol
+from itertools import islice
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ExchangeError
+from gnnfleet.errors import ExchangeError, RunError
 from gnnfleet.graph.partition.node_assignment import NodeAssignment
+from gnnfleet.strategies.protocol import StepRecord, Strategy
 from gnnfleet.strategies.tma.averaging import FlatLayout, weighted_mean
 from gnnfleet.strategies.tma.config import TmaConfig
 from gnnfleet.strategies.tma.protocol import (
@@ -81,14 +84,36 @@ class ModelSnapshot:
     correction: Mapping[str, Tensor]  # state of the correction's optimizer
 
 
-class Correction(Protocol):
-    """Optimizer steps on the whole graph after each round."""
+class Correction:
+    """Steps of a strategy on the whole graph, on a copy of the model and in the coordinator's thread.
+
+    ``start`` is the first (epoch, step).
+    """
+
+    def __init__(self, strategy: Strategy, layout: FlatLayout, steps: int, start: tuple[int, int]) -> None:
+        self._strategy, self._layout, self._steps = strategy, layout, steps
+        self._records = self._stream(*start)
 
     def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the weights after the steps; ``rows`` are the embedding rows of all nodes."""
+        """Return the corrected weights; ``rows`` are the embedding rows of all nodes, which only trainers change."""
+        state = self._strategy.state_dict()
+        model = {**state["model"], **self._layout.unpack(weights), **rows}
+        self._strategy.load_state_dict({**state, "model": model})
+        for record in islice(self._records, self._steps):
+            if not math.isfinite(record.loss):
+                raise RunError(f"the loss of the correction is {record.loss}: try a smaller strategy.correction_lr")
+        return self._layout.pack(self._strategy.state_dict()["model"])
+
+    def close(self) -> None:
+        self._records.close()
 
     def memory(self) -> dict[str, Tensor]:
-        """Copy the state of its optimizer."""
+        return {name: tensor.clone() for name, tensor in self._strategy.state_dict()["optimizer"].items()}
+
+    def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
+        while True:
+            yield from self._strategy.train_epoch(epoch, first)
+            epoch, first = epoch + 1, 0
 
 
 @dataclass(eq=False)

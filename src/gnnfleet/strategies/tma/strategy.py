@@ -7,15 +7,13 @@ Without a message store, as for predictions of a trained run, this is strategy `
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError, RunError
+from gnnfleet.errors import ConfigError
 from gnnfleet.graph.sampling.batches import count_batches
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.ops.draws import Draws, Purpose
@@ -25,7 +23,7 @@ from gnnfleet.strategies.protocol import NodePredictor, NodeStrategy, Prediction
 from gnnfleet.strategies.registry import build_strategy, make_config
 from gnnfleet.strategies.tma.averaging import FlatLayout
 from gnnfleet.strategies.tma.config import TmaConfig
-from gnnfleet.strategies.tma.coordinator import Coordinator, EmbeddingTable, ModelSnapshot, RoundStats
+from gnnfleet.strategies.tma.coordinator import Coordinator, Correction, EmbeddingTable, ModelSnapshot, RoundStats
 from gnnfleet.strategies.tma.protocol import RunMessages
 from gnnfleet.tasks.base import RowLookup, Scores
 from gnnfleet.tasks.link import LinkTask
@@ -48,7 +46,7 @@ class TmaStrategy(Reporting):
         self._layout = FlatLayout.of_model(self.model, job.dtype, without=self._tables)
         self._correction_state: dict[str, Tensor] = {}
         self._coordinator: Coordinator | None = None
-        self._correction: _Correction | None = None
+        self._correction: Correction | None = None
         self._round: RoundStats | None = None
         zeros: dict[str, float] = dict.fromkeys(("bytes_sent", "rounds", *PHASES), 0)
         self._reports = [dict(zeros) for _ in range(job.workers)]
@@ -177,7 +175,7 @@ class TmaStrategy(Reporting):
         weights = self._layout.unpack(snapshot.weights)
         self._evaluator.load_state_dict({"model": {**self.model.state_dict(), **weights, **snapshot.rows}})
 
-    def _make_correction(self, strategy: Strategy, rounds: int) -> _Correction:
+    def _make_correction(self, strategy: Strategy, rounds: int) -> Correction:
         """Resume the correction after a number of rounds."""
         steps = self._config.correction_steps
         epoch, first = 0, rounds * steps
@@ -185,7 +183,7 @@ class TmaStrategy(Reporting):
             epoch, first = epoch + 1, first - count
         if self._correction_state:
             strategy.load_state_dict({**strategy.state_dict(), "optimizer": self._correction_state})
-        return _Correction(strategy, self._layout, steps, (epoch, first))
+        return Correction(strategy, self._layout, steps, (epoch, first))
 
     def _batches(self, epoch: int) -> int:
         """Count the steps of an epoch on the whole graph."""
@@ -201,38 +199,6 @@ class TmaStrategy(Reporting):
         columns = [] if x is None else [x[ids].to(self._layout.dtype)]
         columns += [table.rows[ids] for table in tables.values() if table.kind == kind]
         return torch.cat(columns, 1) if columns else torch.empty(len(ids), 0)
-
-
-class _Correction:
-    """Steps of a strategy on the whole graph, on a copy of the model and in the coordinator's thread.
-
-    ``start`` is the first (epoch, step).
-    """
-
-    def __init__(self, strategy: Strategy, layout: FlatLayout, steps: int, start: tuple[int, int]) -> None:
-        self._strategy, self._layout, self._steps = strategy, layout, steps
-        self._records = self._stream(*start)
-
-    def apply(self, weights: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the corrected weights; only trainers change embedding rows."""
-        state = self._strategy.state_dict()
-        model = {**state["model"], **self._layout.unpack(weights), **rows}
-        self._strategy.load_state_dict({**state, "model": model})
-        for record in islice(self._records, self._steps):
-            if not math.isfinite(record.loss):
-                raise RunError(f"the loss of the correction is {record.loss}: try a smaller strategy.correction_lr")
-        return self._layout.pack(self._strategy.state_dict()["model"])
-
-    def close(self) -> None:
-        self._records.close()
-
-    def memory(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._strategy.state_dict()["optimizer"].items()}
-
-    def _stream(self, epoch: int, first: int) -> Generator[StepRecord]:
-        while True:
-            yield from self._strategy.train_epoch(epoch, first)
-            epoch, first = epoch + 1, 0
 
 
 def _embedding_types(job: Job) -> dict[str, str]:
