@@ -16,6 +16,8 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view import GraphView
+from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
+from gnnfleet.nn.linear import activation
 from gnnfleet.nn.link import Decoder
 from gnnfleet.ops.draws import DrawKey
 
@@ -100,13 +102,13 @@ class Model(torch.nn.Module):
         if layer_index == self.num_layers - 1:
             return rows, None
         if not isinstance(rows, Mapping):
-            return self._finish(view, rows, 0), None
+            return self._drop(view, self.act(rows), 0), None
         by_type = enumerate(rows.items())
-        return {kind: self._finish(view.for_type(kind), x, index) for index, (kind, x) in by_type}, None
+        return {kind: self._drop(view.for_type(kind), self.act(x), index) for index, (kind, x) in by_type}, None
 
-    def _finish(self, view: GraphView, x: Tensor, type_index: int) -> Tensor:
-        x = self.act(x)
-        return view.dropout(x, self.dropout, mask_id=type_index) if self.training and self.dropout else x
+    def _drop(self, view: GraphView, x: Tensor, mask_id: int, p: float | None = None) -> Tensor:
+        p = self.dropout if p is None else p
+        return view.dropout(x, p, mask_id=mask_id) if self.training and p else x
 
     # -- called by strategies --
 
@@ -135,17 +137,16 @@ class Model(torch.nn.Module):
 
     def _check_rows(self, index: int, view: GraphView, rows: RowsByType) -> None:
         """Check shapes: rows of all sources instead of destinations would pass on a whole graph and fail on a block."""
-        last = index == self.num_layers - 1
         if isinstance(rows, Mapping):
             return
         if not isinstance(rows, Tensor):
             raise ConfigError(f"layer {index} of the model must return rows, found {type(rows).__name__}")
-        one_type = len(view.node_types) == 1
-        if one_type and rows.shape[0] != view.num_dst:
+        if len(view.node_types) == 1 and rows.shape[0] != view.num_dst:
             raise ConfigError(
                 f"layer {index} of the model must return a row for each of {view.num_dst} destinations, "
                 f"found {rows.shape[0]}: select the destinations with x[:view.num_dst]"
             )
+        last = index == self.num_layers - 1
         if last and self.out_channels is not None and rows.shape[1:] != (self.out_channels,):
             raise ConfigError(
                 f"the last layer of the model must return {self.out_channels} columns, "
@@ -168,7 +169,8 @@ class Model(torch.nn.Module):
         """
         if isinstance(views, Tensor | dict):
             return self._on_edges(views, x, edge_weight=edge_weight, edge_attr=edge_attr)
-        return self._run(views, x, aggregated, precomputed_product, num_layers=self.num_layers)
+        first_layer = {"aggregated": aggregated, "precomputed_product": precomputed_product}
+        return self._run(views, x, first_layer, num_layers=self.num_layers)
 
     def _on_edges(self, x: Any, edge_index: Any, **edge_data: Any) -> RowsByType:
         view = LocalView.of_graph(Graph(edge_index, num_nodes=len(x), **edge_data))
@@ -189,16 +191,10 @@ class Model(torch.nn.Module):
         self, views: GraphView | Sequence[GraphView], x: Features, *, aggregated: Aggregate | None = None
     ) -> RowsByType:
         """Input rows of the last layer: the output of the last hidden layer, by node type if there are several."""
-        return self._run(views, x, aggregated, None, num_layers=self.num_layers - 1)
+        return self._run(views, x, {"aggregated": aggregated}, num_layers=self.num_layers - 1)
 
     def _run(
-        self,
-        views: GraphView | Sequence[GraphView],
-        x: Features,
-        aggregated: Aggregate | None,
-        product: Tensor | None,
-        *,
-        num_layers: int,
+        self, views: GraphView | Sequence[GraphView], x: Any, first_layer: dict[str, Any], *, num_layers: int
     ) -> RowsByType:
         layer_views = list(views) if isinstance(views, Sequence) else [views] * self.num_layers
         if len(layer_views) < num_layers:
@@ -206,9 +202,36 @@ class Model(torch.nn.Module):
                 f"the model has {self.num_layers} layers and needs a view for each, found {len(layer_views)}"
             )
         carry: Tensor | None = None
-        rows: Any = x
         for index in range(num_layers):
-            view = layer_views[index]
-            rows, carry = self.layer(index, view, rows, carry, aggregated=aggregated, precomputed_product=product)
-            aggregated = product = None
-        return rows  # type: ignore[no-any-return]
+            x, carry = self.layer(index, layer_views[index], x, carry, **({} if index else first_layer))
+        return x  # type: ignore[no-any-return]
+
+
+class BuiltInModel(Model):
+    """Model of a configuration; subclasses add their layers in ``_build``."""
+
+    out_channels: int
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        *,
+        edge_types: Sequence[EdgeType] | None = None,
+        num_nodes: Mapping[str, int] | None = None,
+        target: str | None = None,
+        edge_dim: int | None = None,
+        edge_weight: bool = False,
+        owned_ids: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(act=activation(config.act), dropout=config.dropout)
+        if isinstance(in_channels, int) and config.name in HETERO_MODELS and edge_types:
+            in_channels = {edge_types[0].src: in_channels}
+        self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
+        self.edge_types, self.num_nodes, self.target = tuple(edge_types or ()), num_nodes, target
+        self.edge_dim, self.edge_weight = edge_dim, edge_weight
+        self._build({"": in_channels} if isinstance(in_channels, int) else dict(in_channels), target, owned_ids)
+
+    def _build(self, widths: dict[str, int], target: str | None, owned_ids: Mapping[str, Tensor] | None) -> None:
+        raise NotImplementedError

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
@@ -25,22 +23,17 @@ from gnnfleet.nn.conv import (
     RGCNConv,
     SAGEConv,
 )
-from gnnfleet.nn.linear import MLP
+from gnnfleet.nn.linear import MLP, activation
 from gnnfleet.nn.norm import make_norm
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation that works in place."""
-    return torch.relu_ if name == "relu" else partial(functional.elu, inplace=True)
 
 
 def make_layers(
     config: ModelConfig,
     width: int,
     out: int,
-    *,
     edge_types: Sequence[EdgeType],
     read_types: Sequence[Collection[str]],
+    *,
     edge_dim: int | None,
 ) -> tuple[torch.nn.ModuleList, torch.nn.ModuleList]:
     """Return (one conv per layer, linear maps of gcn2 and res+ before and after, of ``HETERO_MODELS`` after them).
@@ -130,4 +123,9 @@ def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:
 def _block(config: ModelConfig, index: int, *, edge_dim: int | None) -> torch.nn.Module:
     norm = "batch" if config.norm == "batch" else "layer"
     conv = GENConv(config.hidden, config.hidden, norm=norm, edge_dim=edge_dim)
-    return ResPlusBlock(conv, make_norm(config.norm, config.hidden), activation(config.act), config.dropout)
+    return ResPlusBlock(
+        conv,
+        None if config.norm == "none" else make_norm(config.norm, config.hidden),
+        activation(config.act),
+        config.dropout,
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView
@@ -62,6 +64,11 @@ def should_transform_first(view: GraphView, in_width: int, out_width: int) -> bo
 Activation = Callable[[Tensor], Tensor]
 
 
+def activation(name: str) -> Activation:
+    """Return an activation that works in place."""
+    return torch.relu_ if name == "relu" else partial(functional.elu, inplace=True)
+
+
 class MLP(torch.nn.Module):
     """lin_n(act(norm_{n−1}(lin_{n−1}(… x)))), [N, C_0] → [N, C_n]. Parameters ``lins.i``, ``norms.i``, as PyG's MLP."""
 
@@ -69,7 +76,7 @@ class MLP(torch.nn.Module):
         super().__init__()
         self.act = act
         self.lins = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(channels))
-        self.norms = torch.nn.ModuleList(make_norm(norm, width) or torch.nn.Identity() for width in channels[1:-1])
+        self.norms = torch.nn.ModuleList(make_norm(norm, width) for width in channels[1:-1])
 
     def reset_parameters(self) -> None:
         for module in (*self.lins, *self.norms):

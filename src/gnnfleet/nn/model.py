@@ -18,11 +18,11 @@ from torch.nn import functional
 from gnnfleet.errors import ConfigError, InputError
 from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.base import Aggregate, Features, Model, RowsByType
+from gnnfleet.nn.base import Aggregate, BuiltInModel, Features, RowsByType
 from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
 from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock
 from gnnfleet.nn.embedding import NodeEmbedding
-from gnnfleet.nn.layers import activation, make_layers
+from gnnfleet.nn.layers import make_layers
 from gnnfleet.nn.norm import InputNorm, make_norm, module_name
 from gnnfleet.nn.sign import SignModel
 
@@ -39,7 +39,7 @@ _WEIGHT_AS_COLUMN = ("gat", "gatv2", "res+")
 _FUSES_RELU = ("sage", "gcn", "gat", "gatv2")
 
 
-class GNN(Model):
+class GNN(BuiltInModel):
     """Model on node rows, [N_src, in] → [N_dst, out]; the convs name their papers.
 
     ``in_channels`` is the width of the features, by node type if there are several. Nodes of width 0 get learnable
@@ -49,37 +49,18 @@ class GNN(Model):
     only, by type. Raises ConfigError.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        in_channels: int | Mapping[str, int],
-        out_channels: int,
-        *,
-        edge_types: Sequence[EdgeType] | None = None,
-        num_nodes: Mapping[str, int] | None = None,
-        target: str | None = None,
-        edge_dim: int | None = None,
-        edge_weight: bool = False,
-        owned_ids: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(act=activation(config.act), dropout=config.dropout)
-        if isinstance(in_channels, int) and config.name in HETERO_MODELS and edge_types:
-            in_channels = {edge_types[0].src: in_channels}
-        self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
-        self.num_nodes, self.edge_dim = num_nodes, edge_dim
-        self.edge_weight = edge_weight and config.name in _WEIGHT_AS_COLUMN
-        self.edge_types = tuple(edge_types or ())
-        widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
+    def _build(self, widths: dict[str, int], target: str | None, owned_ids: Mapping[str, Tensor] | None) -> None:
+        config = self.config
+        self.edge_weight = self.edge_weight and config.name in _WEIGHT_AS_COLUMN
         self.hetero = len(widths) > 1 or config.name in HETERO_MODELS
         self._check(widths, target)
-        self.target = target
         self._read_types = _read_types(widths, self.edge_types, target, config.layers)
         self.embeddings = torch.nn.ModuleDict()
         self._normalised: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._has_type_vectors = config.name in HETERO_MODELS and any(widths.values())
         self.input_norm = InputNorm(config.input_norm, widths)
         for kind in widths:
-            widths[kind] += self._add_embedding(kind, widths[kind], num_nodes, owned_ids)
+            widths[kind] += self._add_embedding(kind, widths[kind], owned_ids)
         self.projections = torch.nn.ModuleDict()
         if self.hetero:
             for kind, width in widths.items():
@@ -89,9 +70,9 @@ class GNN(Model):
                 self.projections[module_name(kind)] = projection
         first = config.hidden if self.hetero else next(iter(widths.values()))
         kinds = tuple(widths) if self.hetero else ()
-        types = {"edge_types": self.edge_types, "read_types": self._read_types}
-        columns = (edge_dim or 0) + self.edge_weight or None
-        self.convs, self.lins = make_layers(config, first, out_channels, **types, edge_dim=columns)  # type: ignore[arg-type]
+        columns = (self.edge_dim or 0) + self.edge_weight or None
+        sizes = first, self.out_channels
+        self.convs, self.lins = make_layers(config, *sizes, self.edge_types, self._read_types, edge_dim=columns)
         self.norms = torch.nn.ModuleList(self._make_norm(index, kinds) for index in range(self.num_layers))
 
     def _check(self, widths: Mapping[str, int], target: str | None) -> None:
@@ -105,16 +86,14 @@ class GNN(Model):
         if self.hetero and target is not None and target not in widths:
             raise ConfigError(f"target must be one of the node types {', '.join(widths)}, found {target!r}")
 
-    def _add_embedding(
-        self, kind: str, num_features: int, num_nodes: Mapping[str, int] | None, owned_ids: Mapping[str, Tensor] | None
-    ) -> int:
+    def _add_embedding(self, kind: str, num_features: int, owned_ids: Mapping[str, Tensor] | None) -> int:
         """Create the embedding table of a node type if it needs one; return its width.
 
         In heterogeneous models, nodes without features begin with a vector of their type if others have features and
         the type is not small: few nodes have many edges each, from which to learn a row.
         """
-        count = self._of_type(kind, num_nodes)
-        is_small = count is not None and _SMALL_TYPE * count <= max((num_nodes or {}).values(), default=0)
+        count = self._of_type(kind, self.num_nodes)
+        is_small = count is not None and _SMALL_TYPE * count <= max((self.num_nodes or {}).values(), default=0)
         needs_rows = not num_features and (is_small or not self._has_type_vectors)
         width = self.config.embedding or (self.config.hidden if needs_rows else 0)
         if not width:
@@ -135,14 +114,9 @@ class GNN(Model):
         if name == "res+" or last or self.config.norm == "none":  # blocks of res+ contain their norms
             return torch.nn.Identity()
         if not kinds:
-            return make_norm(self.config.norm, hidden) or torch.nn.Identity()
-        return torch.nn.ModuleDict(
-            {
-                module_name(kind): make_norm(self.config.norm, hidden) or torch.nn.Identity()
-                for kind in kinds
-                if name == "rgcn" or kind in self._read_types[index]
-            }
-        )
+            return make_norm(self.config.norm, hidden)
+        kinds = [kind for kind in kinds if name == "rgcn" or kind in self._read_types[index]]
+        return torch.nn.ModuleDict({module_name(kind): make_norm(self.config.norm, hidden) for kind in kinds})
 
     @property
     def num_layers(self) -> int:
@@ -163,57 +137,31 @@ class GNN(Model):
         return super().embed(views, x, aggregated=aggregated)
 
     def compute(
-        self,
-        layer_index: int,
-        view: GraphView,
-        x: Features,
-        carry: Tensor | None,
-        *,
-        aggregated: Aggregate | None = None,
-        precomputed_product: Tensor | None = None,
+        self, layer_index: int, view: GraphView, x: Any, carry: Tensor | None, **first_layer: Any
     ) -> tuple[RowsByType, Tensor | None]:
         """Run a conv with its norm, activation and dropout: (rows of the view's destinations, carry of these rows).
 
-        The last layer of a heterogeneous model returns rows of the target only.
+        The last layer of a heterogeneous model returns rows of the target only. ``first_layer`` are ``aggregated`` or
+        ``precomputed_product``, as in ``layer``.
         """
-        product = precomputed_product
-        rows = product if product is not None else self._input_rows(view, x) if layer_index == 0 else x
-        assert rows is not None
+        rows: Any = x if layer_index or "precomputed_product" in first_layer else self._input_rows(view, x)
         if self.hetero:
-            return self._hetero_layer(layer_index, view, rows, aggregated), None
-        assert isinstance(rows, Tensor)
+            return self._hetero_layer(layer_index, view, rows, **first_layer), None
         if self.config.name == "res+":
             return self._block_layer(layer_index, view, rows), None
         if self.config.name == "gcn2":
             return self._deep_layer(layer_index, view, rows, carry)
         if layer_index == self.num_layers - 1:
-            return self._convolve(layer_index, view, rows, aggregated, product), None
+            return self._convolve(layer_index, view, rows, **first_layer), None
         relu = self.config.name in _FUSES_RELU and isinstance(self.norms[layer_index], torch.nn.Identity)
         relu = relu and self.config.act == "relu"
-        rows = self._convolve(layer_index, view, rows, aggregated, product, relu=relu)
+        rows = self._convolve(layer_index, view, rows, **first_layer, **({"relu": True} if relu else {}))
         return (self._drop(view, rows, _AFTER) if relu else self._after(layer_index, view, rows)), None
 
-    def _convolve(
-        self,
-        index: int,
-        view: GraphView,
-        x: Tensor,
-        aggregated: Aggregate | None,
-        precomputed_product: Tensor | None,
-        *,
-        relu: bool = False,
-    ) -> Tensor:
-        conv = self.convs[index]
-        options: dict[str, Any] = {} if aggregated is None else {"aggregated": aggregated}
-        if precomputed_product is not None:
-            options["precomputed_product"] = precomputed_product
-        if relu:
-            options["relu"] = True
-        if self.config.name == "rgcn":
-            options["weighted"] = self.config.edge_weight
-        else:
-            options |= self._edge_data(view)
-        out: Tensor = conv(view, x, **options)
+    def _convolve(self, index: int, view: GraphView, x: Tensor, **options: Any) -> Tensor:
+        relational = self.config.name == "rgcn"
+        edge_data = {"weighted": self.config.edge_weight} if relational else self._edge_data(view)
+        out: Tensor = self.convs[index](view, x, **options, **edge_data)
         return out
 
     def _edge_data(self, view: GraphView) -> dict[str, Tensor]:
@@ -252,7 +200,7 @@ class GNN(Model):
         return out
 
     def _hetero_layer(
-        self, index: int, view: GraphView, x: Tensor | Mapping[str, Tensor], aggregated: Aggregate | None
+        self, index: int, view: GraphView, x: RowsByType, aggregated: Mapping[EdgeType, Tensor] | None = None
     ) -> RowsByType:
         conv, last = self.convs[index], index == self.num_layers - 1
         rows_by_type = {self.node_types[0]: x} if isinstance(x, Tensor) else x
@@ -263,7 +211,6 @@ class GNN(Model):
         if self.config.name != "hgt":
             options["weighted"] = self.config.uses_edge_weight
         if aggregated is not None:
-            assert isinstance(aggregated, Mapping)
             options["aggregated"] = {kind: self._project(kind.src, rows) for kind, rows in aggregated.items()}
         out = {kind: rows for kind, rows in conv(view, rows_by_type, **options).items() if kind in read}
         if not last or self.lins:
@@ -317,7 +264,7 @@ class GNN(Model):
             return self.lins[0].weight.new_empty(view.num_src, 0)  # type: ignore[operator]
         if x is None:
             raise InputError("the model expects node features, found none: set model.embedding to a width")
-        return self._drop(view, x, mask_id, p=self.config.input_dropout)
+        return self._drop(view, x, mask_id, self.config.input_dropout)
 
     def _normalise(self, x: Tensor, key: str) -> Tensor:
         """Rows as ``input_norm`` says. Cached, because a full batch is the same tensor in every step."""
@@ -328,10 +275,6 @@ class GNN(Model):
         if self.training and not x.requires_grad:
             self._normalised[key] = (x, x._version, rows)
         return rows
-
-    def _drop(self, view: GraphView, x: Tensor, mask_id: int, *, p: float | None = None) -> Tensor:
-        p = self.config.dropout if p is None else p
-        return view.dropout(x, p, mask_id=mask_id) if self.training and p else x
 
     def _weight(self, view: GraphView) -> Tensor | None:
         return view.weight if self.config.uses_edge_weight else None

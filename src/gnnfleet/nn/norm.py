@@ -143,8 +143,8 @@ def mean_over_nodes(view: GraphView, x: Tensor) -> Tensor:
     return total[:-1] / total[-1].detach()
 
 
-def make_norm(name: str, width: int) -> torch.nn.Module | None:
-    """Build the norm ``layer`` or ``batch``; None for ``none``."""
+def make_norm(name: str, width: int) -> torch.nn.Module:
+    """Build the norm ``layer`` or ``batch``; an Identity, which takes no view, for ``none``."""
     if name == "none":
-        return None
+        return torch.nn.Identity()
     return LayerNorm(width) if name == "layer" else BatchNorm(width)

@@ -18,10 +18,8 @@ from torch import Tensor
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.base import Aggregate, Features, Model, RowsByType
-from gnnfleet.nn.config import ModelConfig
+from gnnfleet.nn.base import Aggregate, BuiltInModel, Features, RowsByType
 from gnnfleet.nn.conv.gcn import normalized_sum
-from gnnfleet.nn.layers import activation
 from gnnfleet.nn.layerwise import allocate_rows
 from gnnfleet.nn.norm import InputNorm, make_norm
 
@@ -35,35 +33,21 @@ Path = tuple[EdgeType, ...]
 """A metapath, in the direction of messages. The empty one is the node itself."""
 
 
-class SignModel(Model):
+class SignModel(BuiltInModel):
     """MLP on hops: a linear map of each hop → norm → activation → dropout, concatenated, then ``layers`` − 1 maps.
 
     Takes the arguments of ``GNN``. Node types without features get two fixed ones: 1 and log(1 + in-degree).
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        in_channels: int | Mapping[str, int],
-        out_channels: int,
-        *,
-        edge_types: Sequence[EdgeType] | None = None,
-        num_nodes: Mapping[str, int] | None = None,
-        target: str | None = None,
-        edge_dim: int | None = None,
-        edge_weight: bool = False,
-        owned_ids: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(act=activation(config.act), dropout=config.dropout)
-        widths = {"": in_channels} if isinstance(in_channels, int) else dict(in_channels)
-        self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
-        self.edge_types, self.num_nodes = tuple(edge_types or ()), num_nodes
-        self.edge_dim, self.edge_weight = edge_dim, edge_weight
+    target: str
+
+    def _build(self, widths: dict[str, int], target: str | None, owned_ids: Mapping[str, Tensor] | None) -> None:
+        config = self.config
         if config.embedding:
             raise ConfigError("sign computes hops once, and embeddings change in every step: leave out model.embedding")
         if not self.edge_types or (target is None and len(widths) > 1):
             raise ConfigError("sign needs the edge types and one labelled node type: use build_model, or model rgcn")
-        self.target: str = self.edge_types[0].dst if len(widths) == 1 else str(target)
+        self.target = self.edge_types[0].dst if len(widths) == 1 else str(target)
         self._widths = {edge_type.src: next(iter(widths.values())) for edge_type in self.edge_types}
         self._widths |= widths if len(widths) > 1 else {}
         hops = config.hops if config.hops is not None else 3 if len(self.edge_types) == 1 else 2
@@ -72,15 +56,13 @@ class SignModel(Model):
         self.input_norm = InputNorm(config.input_norm, widths)
 
         inputs = [self._width(path) for path in ((), *self.paths)]
-        maps = [*[config.hidden] * (config.layers - 1), out_channels]
+        maps = [*[config.hidden] * (config.layers - 1), self.out_channels]
         self.hops = torch.nn.ModuleList(torch.nn.Linear(width, maps[0]) for width in inputs)
-        self.norms = torch.nn.ModuleList(self._make_norm() for _ in inputs if config.layers > 1)
+        norm = config.norm, config.hidden
+        self.norms = torch.nn.ModuleList(make_norm(*norm) for _ in inputs if config.layers > 1)
         joined = [maps[0] * len(inputs), *maps[1:-1]]
         self.lins = torch.nn.ModuleList(torch.nn.Linear(*sizes) for sizes in zip(joined, maps[1:], strict=False))
-        self.lin_norms = torch.nn.ModuleList(self._make_norm() for _ in self.lins[1:])
-
-    def _make_norm(self) -> torch.nn.Module:
-        return make_norm(self.config.norm, self.config.hidden) or torch.nn.Identity()
+        self.lin_norms = torch.nn.ModuleList(make_norm(*norm) for _ in self.lins[1:])
 
     def _width(self, path: Path) -> int:
         return self._widths[path[0].src if path else self.target] or 2
@@ -235,10 +217,7 @@ class SignModel(Model):
 
     def _after(self, view: GraphView, x: Tensor, norm: torch.nn.Module, mask_id: int) -> Tensor:
         x = x if isinstance(norm, torch.nn.Identity) else norm(view, x)
-        return self._drop(view, self.act(x), mask_id, self.config.dropout)
-
-    def _drop(self, view: GraphView, x: Tensor, mask_id: int, p: float) -> Tensor:
-        return view.dropout(x, p, mask_id=mask_id) if self.training and p else x
+        return self._drop(view, self.act(x), mask_id)
 
 
 def _metapaths(edge_types: Sequence[EdgeType], target: str, hops: int) -> tuple[Path, ...]:

@@ -53,18 +53,31 @@ class AttentionConv(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _attend(self, view: GraphView, value: Tensor, x: Tensor, *, relu: bool, **terms: Any) -> Tensor:
-        """[N_dst, H·C], or [N_dst, C] if heads are averaged; ``terms`` are those of the score in ``view.attend``."""
+    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
+        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
+        value, src, dst = self._own_terms(view, x)
+        attr = edge_rows(edge_attr, self.lin_edge, src.dtype)
         out = view.attend(
             value,
+            src=src,
+            dst=dst,
+            edge=None if attr is None else to_float32(self._edge_term(attr)),
             heads=self.heads,
             slope=self.negative_slope,
             dropout=self.dropout if self.training else 0.0,
             mask_id=self.mask_id,
             self_loops=self.add_self_loops,
-            **terms,
+            **self.score_options,
         )
         return self.finish(out, x, rows=view.num_dst, relu=relu)
+
+    def _own_terms(self, view: GraphView, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(value, src, dst) of ``view.attend`` for one table of rows."""
+        raise NotImplementedError
+
+    def _edge_term(self, attr: Tensor) -> Tensor:
+        """Term of edge features [E, edge_dim] in the score."""
+        raise NotImplementedError
 
     def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(value, src, dst) of ``view.attend`` for sources and destinations of different types."""
@@ -106,14 +119,12 @@ class GATConv(AttentionConv):
             if vector is not None:
                 glorot_(vector)
 
-    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
-        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
+    def _own_terms(self, view: GraphView, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast("cpu", enabled=False):
             fold = self._spread() @ self.lin.weight
         value, scores = multi_linear(x, [self.lin.weight, fold])
         src, dst = to_float32(scores).chunk(2, 1)
-        edge = self._edge_term(edge_rows(edge_attr, self.lin_edge, src.dtype))
-        return self._attend(view, value, x, relu=relu, src=src, dst=first_rows(dst, view.num_dst), edge=edge)
+        return value, src, first_rows(dst, view.num_dst)
 
     def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast("cpu", enabled=False):
@@ -129,12 +140,11 @@ class GATConv(AttentionConv):
         identity = torch.eye(self.heads, dtype=self.att_src.dtype)[:, :, None]
         return torch.cat([(identity * vector[0][None]).flatten(1) for vector in (self.att_src, self.att_dst)])
 
-    def _edge_term(self, attr: Tensor | None) -> Tensor | None:
+    def _edge_term(self, attr: Tensor) -> Tensor:
         """[E, H] ⟨att_edge, lin_edge(attr)⟩, without the intermediate product [E, H·C]."""
-        if attr is None or self.lin_edge is None or self.att_edge is None:
-            return None
+        assert self.lin_edge is not None and self.att_edge is not None
         fold = self.lin_edge.weight.view(self.heads, self.out_channels, -1)
-        return to_float32(functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0])))
+        return functional.linear(attr, torch.einsum("hcf,hc->hf", fold, self.att_edge[0]))
 
 
 class GATv2Conv(AttentionConv):
@@ -170,17 +180,17 @@ class GATv2Conv(AttentionConv):
         super().reset_parameters()
         glorot_(self.att)
 
-    def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
-        """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""
-        left = apply_linear(self.lin_l, x)
-        src = to_float32(left)
+    def _own_terms(self, view: GraphView, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = apply_linear(self.lin_l, x)
+        src = to_float32(value)
         if self.share_weights:
-            dst = first_rows(src, view.num_dst)
-        else:
-            dst = to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
-        attr = edge_rows(edge_attr, self.lin_edge, src.dtype)
-        edge = None if attr is None or self.lin_edge is None else to_float32(self.lin_edge(attr))
-        return self._attend(view, left, x, relu=relu, src=src, dst=dst, edge=edge, **self.score_options)
+            return value, src, first_rows(src, view.num_dst)
+        return value, src, to_float32(apply_linear(self.lin_r, x, rows=view.num_dst))
+
+    def _edge_term(self, attr: Tensor) -> Tensor:
+        assert self.lin_edge is not None
+        out: Tensor = self.lin_edge(attr)
+        return out
 
     def terms(self, x_src: Tensor, x_dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = apply_linear(self.lin_l, x_src)
