@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -41,17 +40,16 @@ def make_layers(
     ``read_types`` has the node types that each layer computes, ``edge_dim`` is the number of columns per edge that a
     layer multiplies.
     """
+    convs, lins = torch.nn.ModuleList(), torch.nn.ModuleList()
     if config.name in HETERO_MODELS:
-        lins = [torch.nn.Linear(config.hidden, out)]
-        return torch.nn.ModuleList(_hetero(config, edge_types, types) for types in read_types), torch.nn.ModuleList(
-            lins
-        )
+        lins.append(torch.nn.Linear(config.hidden, out))
+        return convs.extend(_hetero(config, edge_types, types) for types in read_types), lins
     if config.name in ("gcn2", "res+"):
-        lins = [torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)]
-        make_layer = _gcn2 if config.name == "gcn2" else partial(_block, edge_dim=edge_dim)
-        return torch.nn.ModuleList(make_layer(config, i) for i in range(config.layers)), torch.nn.ModuleList(lins)
+        lins.extend([torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)])
+        for i in range(config.layers):
+            convs.append(_gcn2(config, i) if config.name == "gcn2" else _block(config, edge_dim=edge_dim))
+        return convs, lins
     widths = [width, *[config.hidden] * (config.layers - 1), out]
-    convs = torch.nn.ModuleList()
     for i, (in_width, out_width) in enumerate(pairwise(widths)):
         last = i == config.layers - 1
         if config.name == "rgcn":
@@ -61,7 +59,7 @@ def make_layers(
             convs.append(_attention(config, in_width, out_width, last=last, edge_dim=edge_dim))
         else:
             convs.append(_plain(config, in_width, out_width, edge_dim))
-    return convs, torch.nn.ModuleList()
+    return convs, lins
 
 
 def _plain(config: ModelConfig, width: int, out: int, edge_dim: int | None = None) -> torch.nn.Module:
@@ -120,7 +118,7 @@ def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:
     return GCN2Conv(config.hidden, config.alpha, config.theta, index + 1, shared_weights=config.shared_weights)
 
 
-def _block(config: ModelConfig, index: int, *, edge_dim: int | None) -> torch.nn.Module:
+def _block(config: ModelConfig, *, edge_dim: int | None) -> torch.nn.Module:
     norm = "batch" if config.norm == "batch" else "layer"
     conv = GENConv(config.hidden, config.hidden, norm=norm, edge_dim=edge_dim)
     return ResPlusBlock(

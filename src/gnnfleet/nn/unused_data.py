@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from gnnfleet.graph.graph import Graph
@@ -16,25 +15,23 @@ def describe_unused(config: ModelConfig, graph: Graph, model: Any = None) -> tup
 
     A custom model is judged by the arguments of its forward; if it gets the view itself, by its layers.
     """
-    return tuple(_unused(config, graph, model))
-
-
-def _unused(config: ModelConfig, graph: Graph, model: Any) -> Iterator[str]:
+    remarks: list[str] = []
     tables, name = graph.edges.values(), config.label
     has_weight = any(edges.weight is not None for edges in tables)
     if config.is_custom:
         if has_weight and not _may_read(model, "edge_weight"):
-            yield f"edge weights are not used by model {name}: {_missing(model, 'edge_weight')}"
+            remarks.append(f"edge weights are not used by model {name}: {_missing(model, 'edge_weight')}")
         if _has_attr(graph) and not _may_read(model, "edge_attr"):
-            yield f"edge features are not used by model {name}: {_missing(model, 'edge_attr')}"
+            remarks.append(f"edge features are not used by model {name}: {_missing(model, 'edge_attr')}")
     else:
         if has_weight and config.edge_weight and not config.uses_edge_weight:
             setting = f" with aggr={config.aggr}: aggr=mean uses them" if name == "sage" else ""
-            yield f"edge weights are not used by model {name}{setting}"
+            remarks.append(f"edge weights are not used by model {name}{setting}")
         if _has_attr(graph) and config.edge_features and not config.uses_edge_features:
-            yield f"edge features are not used by model {name}: sage, gin, gat, gatv2 and res+ use them"
+            remarks.append(f"edge features are not used by model {name}: sage, gin, gat, gatv2 and res+ use them")
     if not config.is_temporal and any(edges.time is not None for edges in tables):
-        yield f"edge times are not used by model {name}: strategy temporal trains on events"
+        remarks.append(f"edge times are not used by model {name}: strategy temporal trains on events")
+    return tuple(remarks)
 
 
 def _has_attr(graph: Graph) -> bool:

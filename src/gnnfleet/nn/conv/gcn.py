@@ -77,19 +77,23 @@ class GCNConv(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     def reset_parameters(self) -> None:
-        self.lin.reset_parameters()
-        if self.res is not None:
-            self.res.reset_parameters()
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
-        """[N_dst, in] normalised sum of input rows, the part of the layer that does not depend on its parameters."""
-        return self._aggregate(view, x, weight, fresh=False)
+    def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, fresh: bool = False) -> Tensor:
+        """[N_dst, in] normalised sum of input rows, the part of the layer that does not depend on its parameters.
+
+        ``fresh`` rows may be scaled in place.
+        """
+        if not self.normalize:
+            return view.aggregate(x, weight=weight)
+        return normalized_sum(view, x, weight, loop=self.loop, fresh=fresh)
 
     def column_partial(self, view: GraphView, x: Tensor, columns: slice, *, weight: Tensor | None = None) -> Tensor:
         """[N_dst, out] product of some input columns; ``precomputed_product`` is the sum over all columns."""
-        terms = [(self._aggregate(view, x, weight, fresh=False), self.lin.weight[:, columns])]
+        terms = [(self.aggregate(view, x, weight=weight), self.lin.weight[:, columns])]
         if self.res is not None:
             terms.append((x, self.res.weight[:, columns]))
         return sum_linear(terms, rows=view.num_dst)
@@ -109,23 +113,16 @@ class GCNConv(torch.nn.Module):
             return bias_relu(precomputed_product, self.bias, relu=relu, fresh=True)
         residual = [] if self.res is None else [self.res.weight]
         if aggregated is None and should_transform_first(view, self.in_channels, self.out_channels):
-            product, *root = multi_linear(
-                x, [self.lin.weight, *residual], rows=[x.shape[0], view.num_dst][: 1 + len(residual)]
-            )
-            out = self._aggregate(view, product, weight, fresh=True)
+            weights = [self.lin.weight, *residual]
+            product, *root = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
+            out = self.aggregate(view, product, weight=weight, fresh=True)
             for rows in root:
                 out = out.add_(rows)
             return bias_relu(out, self.bias, relu=relu, fresh=True)
         if aggregated is None:
-            aggregated = self._aggregate(view, x, weight, fresh=False)
+            aggregated = self.aggregate(view, x, weight=weight)
         terms = [(aggregated, self.lin.weight), *((x, matrix) for matrix in residual)]
         return sum_linear(terms, self.bias, relu=relu, rows=view.num_dst)
-
-    def _aggregate(self, view: GraphView, x: Tensor, weight: Tensor | None, *, fresh: bool) -> Tensor:
-        """Aggregate; ``fresh`` rows may be scaled in place."""
-        if not self.normalize:
-            return view.aggregate(x, weight=weight)
-        return normalized_sum(view, x, weight, loop=self.loop, fresh=fresh)
 
 
 def normalized_sum(view: GraphView, x: Tensor, weight: Tensor | None, *, loop: float, fresh: bool) -> Tensor:

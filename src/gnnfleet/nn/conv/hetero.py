@@ -40,10 +40,9 @@ class HeteroConv(torch.nn.Module):
         for kind, conv in convs.items():
             is_sum = isinstance(conv, GINConv) or (isinstance(conv, SAGEConv) and not conv.project)
             if not is_sum and (not isinstance(conv, AttentionConv) or conv.add_self_loops):
-                name = type(conv).__name__
                 raise ConfigError(
                     f"a relation takes SAGEConv without project, GINConv, or GATConv or GATv2Conv with "
-                    f"add_self_loops=False, found {name} for {kind}"
+                    f"add_self_loops=False, found {type(conv).__name__} for {kind}"
                 )
         self.edge_types = tuple(convs)
         self.convs = torch.nn.ModuleDict({type_key(kind): conv for kind, conv in convs.items()})
@@ -169,7 +168,8 @@ class HGTConv(torch.nn.Module):
         if kinds:
             keys, values = ({kind: self._source_rows(kind, x[kind.src], part) for kind in kinds} for part in (0, 2))
             reached = [kind for kind in types if any(edge.dst == kind for edge in kinds)]
-            queries = {kind: self._queries(kind, rows[kind]) for kind in reached}
+            maps = {kind: self.kqv_lin.part(kind, 1) for kind in reached}
+            queries = {kind: to_float32(sum_linear([(rows[kind], lin[0])], lin[1])) for kind, lin in maps.items()}
             rate = self.dropout if self.training else 0.0
             src = {kind: to_float32(key) for kind, key in keys.items()}
             attended = view.attend_relations(values, src=src, dst=queries, heads=self.heads, score="dot", dropout=rate)
@@ -184,10 +184,6 @@ class HGTConv(torch.nn.Module):
         share = self.skip[type_key(kind)].sigmoid()
         mixed: Tensor = share * out + (1 - share) * rows
         return mixed
-
-    def _queries(self, kind: str, rows: Tensor) -> Tensor:
-        weight, bias = self.kqv_lin.part(kind, 1)
-        return to_float32(sum_linear([(rows, weight)], bias))
 
     def _source_rows(self, kind: EdgeType, x: Tensor, part: int) -> Tensor:
         """[N_src, H·D] keys (part 0) or values (part 2) of a relation: both maps as one, p_r included."""

@@ -39,7 +39,7 @@ class RGCNConv(torch.nn.Module):
         super().__init__()
         assert relations is None or len(relations) == num_relations
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations
-        self.num_bases, self.aggr = num_bases, "sum" if aggr == "add" else aggr
+        self.aggr = "sum" if aggr == "add" else aggr
         self.relations = None if relations is None else {kind: i for i, kind in enumerate(relations)}
         matrices = num_relations if num_bases is None else num_bases
         self.weight = torch.nn.Parameter(torch.empty(matrices, in_channels, out_channels))
@@ -71,13 +71,25 @@ class RGCNConv(torch.nn.Module):
         if isinstance(x, Tensor):
             if len(view.node_types) != 1:
                 raise ConfigError(f"features must come by node type: the graph has {', '.join(view.node_types)}")
-            (kind,) = view.node_types
+            (name,) = view.node_types
             if aggregated is None and self.aggr in ("sum", "mean"):
-                out = self._combine(view, x, weighted=weighted)
-                if out is not None:
-                    return out
-            return self._relate(view, {kind: x}, only=None, aggregated=aggregated, weighted=weighted)[kind]
-        return self._relate(view, x, only=only, aggregated=aggregated, weighted=weighted)
+                combined = self._combine(view, x, weighted=weighted)
+                if combined is not None:
+                    return combined
+            by_type = self.forward(view, {name: x}, aggregated=aggregated, weighted=weighted)
+            assert isinstance(by_type, dict)
+            return by_type[name]
+        if aggregated is None:  # without ``relations`` weights go by the order of all edge types
+            aggregated = self.aggregate(view, x, only=only if self.relations else None, weighted=weighted)
+        weight_index = self._weight_index(list(aggregated))
+        weight: Tensor = self.weight
+        if self.comp is not None:
+            weight = (self.comp @ weight.flatten(1)).view(-1, self.in_channels, self.out_channels)
+        out = {kind: self._root_term(view.for_type(kind), rows) for kind, rows in x.items() if only in (None, kind)}
+        for kind, rows in aggregated.items():
+            if kind.dst in out:
+                out[kind.dst] = _add_product(out[kind.dst], rows, weight[weight_index[kind]])
+        return out
 
     def aggregate(
         self, view: GraphView, x: Mapping[str, Tensor], *, only: str | None = None, weighted: bool = False
@@ -98,27 +110,6 @@ class RGCNConv(torch.nn.Module):
         for basis, matrix in enumerate(self.weight):
             combined = view.combine_relations(x, self.comp[indices, basis], reduce=self.aggr, weighted=weighted)
             out = _add_product(out, combined, matrix)
-        return out
-
-    def _relate(
-        self,
-        view: GraphView,
-        x: Mapping[str, Tensor],
-        *,
-        only: str | None,
-        aggregated: RelationRows | None,
-        weighted: bool,
-    ) -> dict[str, Tensor]:
-        if aggregated is None:  # without ``relations`` weights go by the order of all edge types
-            aggregated = self.aggregate(view, x, only=only if self.relations else None, weighted=weighted)
-        weight_index = self._weight_index(list(aggregated))
-        weight: Tensor = self.weight
-        if self.comp is not None:
-            weight = (self.comp @ weight.flatten(1)).view(-1, self.in_channels, self.out_channels)
-        out = {kind: self._root_term(view.for_type(kind), rows) for kind, rows in x.items() if only in (None, kind)}
-        for kind, rows in aggregated.items():
-            if kind.dst in out:
-                out[kind.dst] = _add_product(out[kind.dst], rows, weight[weight_index[kind]])
         return out
 
     def _root_term(self, view: GraphView, x: Tensor) -> Tensor:

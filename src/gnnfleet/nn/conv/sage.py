@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -104,7 +102,12 @@ class SAGEConv(torch.nn.Module):
             terms = [(view.mean_attr(attr, accumulate_dtype(x.dtype), weight), self.lin_edge.weight)]
         linear = self.aggr != "max" and not self.project
         if aggregated is None and linear and should_transform_first(view, self.in_channels, self.out_channels):
-            return self._normalized(self._transform_first(view, x, weight, terms, relu=is_fused), relu=relu)
+            weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
+            product, *others = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
+            out = view.aggregate(product, reduce=self.aggr, weight=weight)
+            for rows in (*others, *(sum_linear([term]) for term in terms)):
+                out = out.add_(rows)
+            return self._normalized(bias_relu(out, self.lin_l.bias, relu=is_fused, fresh=True), relu=relu)
         if aggregated is None and self.root_weight and not self.project:
             aggregated, x = self._aggregate_with_self(view, x, weight)
         elif aggregated is None:
@@ -119,20 +122,3 @@ class SAGEConv(torch.nn.Module):
             return out
         out = functional.normalize(out, dim=-1)
         return torch.relu_(out) if relu else out
-
-    def _transform_first(
-        self,
-        view: GraphView,
-        x: Tensor,
-        weight: Tensor | None,
-        terms: Sequence[tuple[Tensor, Tensor]],
-        *,
-        relu: bool,
-    ) -> Tensor:
-        """Multiply first, then aggregate the narrower rows; ``terms`` are added as in ``sum_linear``."""
-        weights = [self.lin_l.weight, self.lin_r.weight] if self.root_weight else [self.lin_l.weight]
-        product, *root = multi_linear(x, weights, rows=[x.shape[0], view.num_dst][: len(weights)])
-        out = view.aggregate(product, reduce=self.aggr, weight=weight)
-        for rows in (*root, *(sum_linear([term]) for term in terms)):
-            out = out.add_(rows)
-        return bias_relu(out, self.lin_l.bias, relu=relu, fresh=True)
