@@ -96,3 +96,6 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
     """Sum over positives [n] of −log softmax among the positive and its negatives [n, K]."""
     candidates = torch.cat([positive[:, None], negative], 1)
     return (candidates.logsumexp(1) - positive).sum()
+
+
+LINK_LOSSES = {"bce": link_loss, "softmax": softmax_loss}

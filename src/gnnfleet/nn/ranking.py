@@ -109,9 +109,8 @@ def filtered_ranks(
         scores = score(rows)
         true_scores = scores.gather(1, truth[rows][:, None])
         scores[known.of_queries(queries[rows])] = -torch.inf
-        above = scores.shape[1] - (scores <= true_scores).sum(1)
-        equal = (scores == true_scores).sum(1) - (scores.gather(1, truth[rows][:, None]) == true_scores)[:, 0].long()
-        ranks[rows] = 1 + above.double() + equal.double() / 2
+        ties_with_itself = (scores.gather(1, truth[rows][:, None]) == true_scores)[:, 0]
+        ranks[rows] = ranks_in_own_list(true_scores[:, 0], scores) - ties_with_itself.double() / 2
     return ranks
 
 

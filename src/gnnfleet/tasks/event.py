@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gnnfleet.graph.events.event_stream import EventStream, NegativeSampler
 from gnnfleet.nn.heads import NodeHead
-from gnnfleet.nn.link import link_loss, softmax_loss
+from gnnfleet.nn.link import LINK_LOSSES
 from gnnfleet.nn.temporal.decoders import ClassDecoder, EventDecoder
 from gnnfleet.nn.temporal.model import TemporalModel
 
@@ -82,7 +82,7 @@ class EventTask:
             y = self.stream.y[numbers]
             return self.head.loss(model.decoder(z[:n], z[n : 2 * n]), y), int(self.head.is_labelled(y).sum())
         positive, negative = link_scores(model, z, n, pairs)
-        return (softmax_loss if self.loss_name == "softmax" else link_loss)(positive, negative), n
+        return LINK_LOSSES[self.loss_name](positive, negative), n
 
 
 def link_scores(model: TemporalModel, z: Tensor, n: int, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.links import HELD_OUT, LinkData, Links
 from gnnfleet.graph.sampling.negatives import EVALUATION, LinkNegativeSampler, NegativeEnds
 from gnnfleet.graph.views.local import LocalView
-from gnnfleet.nn.link import Decoder, link_loss, softmax_loss
+from gnnfleet.nn.link import LINK_LOSSES, Decoder, link_loss
 from gnnfleet.nn.link_config import LinkConfig, disjoint_share
 from gnnfleet.nn.ranking import (
     KnownTriples,
@@ -182,25 +182,20 @@ class LinkTask:
     def loss(self, lookup: RowLookup, batch: Batch) -> Tensor:
         assert isinstance(batch, LinkBatch)
         src, dst = self._rows(lookup, batch.links)
-        relation = batch.links.relation
+        loss_of = LINK_LOSSES[self.config.loss]
         positive = self._score(src, dst, batch.links, key=batch.key)
-        zero = positive.new_zeros(())
         if batch.shared is not None:
-            table = lookup(self.target, batch.shared)
-            loss = sum(
-                (self._loss(positive, self.decoder.score_all(rows, relation, table)) for rows in (src, dst)), zero
-            )
+            relation, table = batch.links.relation, lookup(self.target, batch.shared)
+            of_src, of_dst = (self.decoder.score_all(rows, relation, table) for rows in (src, dst))
+            loss = loss_of(positive, of_src) + loss_of(positive, of_dst)
         else:
             assert batch.negatives is not None
             ends = self._rows(lookup, batch.negatives)
             negative = self._score(*ends, batch.negatives, key=batch.key, negative=True)
-            loss = self._loss(positive, negative.view(len(positive), self.config.negatives))
+            loss = loss_of(positive, negative.view(len(positive), self.config.negatives))
         if self.config.l2 and len(batch.items):  # a rank may have no items of a batch
             loss = loss + self.config.l2 * len(batch.items) * self.decoder.penalty(torch.cat([src, dst]))
         return loss
-
-    def _loss(self, positive: Tensor, negative: Tensor) -> Tensor:
-        return (softmax_loss if self.config.loss == "softmax" else link_loss)(positive, negative)
 
     def measure(self, lookup: RowLookup, split: str) -> dict[str, float]:
         all_links = self.data.splits[split]

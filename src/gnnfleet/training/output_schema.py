@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -178,16 +179,10 @@ class OutputSchema:
     def _no_edges(self, graph: Graph, kind: EdgeType) -> Edges:
         only = self.edge_types[0] if len(self.edge_types) == 1 else str(kind)
         columns = self.edge_columns.get(only, ())
-        width = sum(width for _, width in columns)
-        return replace(
-            validated_edges(
-                torch.empty((2, 0), dtype=torch.int64),
-                num_src=graph.nodes[kind.src].count,
-                num_dst=graph.nodes[kind.dst].count,
-                attr=torch.empty((0, width)) if columns else None,
-            ),
-            columns=columns,
-        )
+        attr = torch.empty((0, sum(width for _, width in columns))) if columns else None
+        num_src, num_dst = graph.nodes[kind.src].count, graph.nodes[kind.dst].count
+        edges = validated_edges(torch.empty((2, 0), dtype=torch.int64), num_src=num_src, num_dst=num_dst, attr=attr)
+        return replace(edges, columns=columns)
 
     def _check(self, graph: Graph, target: str, embedded: Collection[str]) -> None:
         if len(self.widths) > 1 and set(self.widths) != set(graph.nodes):
@@ -294,11 +289,9 @@ def column_order(run: ColumnGroups, store: ColumnGroups, suffix: str = "") -> Te
             f"the run was trained on feature columns{suffix} {_shown(run)}; this store has {_shown(store)} "
             f"({', '.join(differences)}): import it with the same feature columns (--features, --like)"
         )
-    start, starts = 0, {}
-    for name, width in store:
-        starts[name] = start
-        start += width
-    return torch.cat([torch.arange(starts[name], starts[name] + width) for name, width in run])
+    ends = accumulate(width for _, width in store)
+    positions = {name: torch.arange(end - width, end) for (name, width), end in zip(store, ends, strict=True)}
+    return torch.cat([positions[name] for name, _ in run])
 
 
 def _reordered(values: Tensor | None, order: Tensor) -> Tensor:

@@ -46,15 +46,8 @@ class GENConv(torch.nn.Module):
         self.aggr_module = _Temperature(t, learn=learn_t)
         hidden_norm: torch.nn.Module = torch.nn.BatchNorm1d(inner) if norm == "batch" else LayerNorm(inner)
         # Modules 2 and 3 stand for PyG's activation and dropout, so that keys have PyG's numbers.
-        self.mlp = torch.nn.ModuleList(
-            [
-                torch.nn.Linear(out_channels, inner, bias=bias),
-                hidden_norm,
-                torch.nn.Identity(),
-                torch.nn.Identity(),
-                torch.nn.Linear(inner, out_channels, bias=bias),
-            ]
-        )
+        first, last = torch.nn.Linear(out_channels, inner, bias=bias), torch.nn.Linear(inner, out_channels, bias=bias)
+        self.mlp = torch.nn.ModuleList([first, hidden_norm, torch.nn.Identity(), torch.nn.Identity(), last])
 
     def combine(self, view: GraphView, x: Tensor, edge_attr: Tensor | None = None) -> Tensor:
         """[N_src, in] → [N_dst, out] the input of the MLP."""
