@@ -48,13 +48,17 @@ def build_custom_model(config: ModelConfig, graph: Graph, *, out_channels: int) 
         return _checked(module, config.label, out_channels, graph, config.execution)
     assert config.file is not None
     path, name = config.file, config.factory
-    with annotate_model_errors(path), _importing_from(path.parent):
-        source = _run(path)
-        factory = getattr(source, name, None)
-        if not callable(factory):
-            raise ConfigError(f"{path} has no function {name!r}: {_nearest(name, source)}")
-        _check_signature(factory, f"{path.name}:{name}")
-        model = factory(config, graph, out_channels)
+    sys.path.insert(0, str(path.parent))
+    try:
+        with annotate_model_errors(path):
+            source = _run(path)
+            factory = getattr(source, name, None)
+            if not callable(factory):
+                raise ConfigError(f"{path} has no function {name!r}: {_nearest(name, source)}")
+            _check_signature(factory, f"{path.name}:{name}")
+            model = factory(config, graph, out_channels)
+    finally:
+        sys.path.remove(str(path.parent))
     return _checked(model, f"{path.name}:{name}", out_channels, graph, config.execution)
 
 
@@ -96,15 +100,6 @@ def _run(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     exec(compile(source, str(path), "exec"), module.__dict__)
     return module
-
-
-@contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _nearest(name: str, module: ModuleType) -> str:

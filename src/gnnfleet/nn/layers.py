@@ -47,7 +47,8 @@ def make_layers(
     if config.name in ("gcn2", "res+"):
         lins.extend([torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)])
         for i in range(config.layers):
-            convs.append(_gcn2(config, i) if config.name == "gcn2" else _block(config, edge_dim=edge_dim))
+            gcn2 = config.alpha, config.theta, i + 1, config.shared_weights
+            convs.append(GCN2Conv(config.hidden, *gcn2) if config.name == "gcn2" else _block(config, edge_dim=edge_dim))
         return convs, lins
     widths = [width, *[config.hidden] * (config.layers - 1), out]
     for i, (in_width, out_width) in enumerate(pairwise(widths)):
@@ -112,10 +113,6 @@ def _hetero(config: ModelConfig, edge_types: Sequence[EdgeType], node_types: Col
     reached = () if is_attention else {kind.dst for kind in kinds}
     roots = [kind for kind in node_types if kind not in reached]
     return HeteroConv(convs, roots={kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in roots})
-
-
-def _gcn2(config: ModelConfig, index: int) -> torch.nn.Module:
-    return GCN2Conv(config.hidden, config.alpha, config.theta, index + 1, shared_weights=config.shared_weights)
 
 
 def _block(config: ModelConfig, *, edge_dim: int | None) -> torch.nn.Module:

@@ -67,23 +67,18 @@ def compute_metric(name: str, state: MetricState) -> float:
     if name == "accuracy":
         return float(state.rows[0] / state.rows[1])
     if name in VALUE_METRICS:
-        return _value_metric(name, state.counts)
+        rows, absolute, square, total, total_square = state.counts  # of each output; the metric is their mean
+        if name == "mae":
+            return float((absolute / rows).mean())
+        if name == "rmse":
+            return float((square / rows).sqrt().mean())
+        spread = total_square - total**2 / rows
+        return float((1 - square / torch.where(spread > 0, spread, torch.nan)).mean())
     hits, guessed, support = state.counts[:3]
     if name == "micro_f1":
         return float(2 * hits.sum() / (guessed.sum() + support.sum()))
     per_class = hits / support if name == "balanced_accuracy" else 2 * hits / (guessed + support)
     return float(per_class.nanmean())  # classes that do not occur are left out
-
-
-def _value_metric(name: str, counts: Tensor) -> float:
-    """Mean over the outputs."""
-    rows, absolute, square, total, total_square = counts
-    if name == "mae":
-        return float((absolute / rows).mean())
-    if name == "rmse":
-        return float((square / rows).sqrt().mean())
-    spread = total_square - total**2 / rows
-    return float((1 - square / torch.where(spread > 0, spread, torch.nan)).mean())
 
 
 def class_report(counts: Tensor) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class SignModel(BuiltInModel):
     Takes the arguments of ``GNN``. Node types without features get two fixed ones: 1 and log(1 + in-degree).
     """
 
+    num_layers, is_precomputed = 1, True
     target: str
 
     def _build(self, widths: dict[str, int], target: str | None, owned_ids: Mapping[str, Tensor] | None) -> None:
@@ -68,16 +69,8 @@ class SignModel(BuiltInModel):
         return self._widths[path[0].src if path else self.target] or 2
 
     @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
     def width(self) -> int:
         return max(self.config.hidden, *(self._width(path) for path in self.paths), 1)
-
-    @property
-    def is_precomputed(self) -> bool:
-        return True
 
     # -- before training --
 

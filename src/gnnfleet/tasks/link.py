@@ -75,6 +75,8 @@ class LinkTask:
     kinds: tuple[EdgeType, ...] = ()  # predicted edge types if ``data`` may lack links of some of them
     world: World = field(default_factory=World)  # ranks have equal contiguous shares of the links
 
+    reads_only_local_rows = False
+
     def __post_init__(self) -> None:
         if self.metric_name not in ("auto", "mrr") and not re.fullmatch(r"hits@[1-9]\d*", self.metric_name):
             raise ConfigError(f"the metric of links must be mrr or hits@K, found train.metric={self.metric_name}")
@@ -118,10 +120,6 @@ class LinkTask:
     def _local_slice(self, count: int) -> slice:
         rank, size = self.world.rank, self.world.size
         return slice(rank * count // size, (rank + 1) * count // size)
-
-    @property
-    def reads_only_local_rows(self) -> bool:
-        return False
 
     def shard(self, world: World, owned_ids: Mapping[str, Tensor]) -> LinkTask:
         return replace(self, world=world)

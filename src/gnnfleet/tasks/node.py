@@ -35,6 +35,8 @@ class NodeTask:
     world: World = field(default_factory=World)
     whole: NodeTask | None = None  # of a sharded task: the task of all ranks
 
+    masks_edges, reads_only_local_rows = False, True
+
     @property
     def metric(self) -> str:
         return self.head.name
@@ -73,10 +75,6 @@ class NodeTask:
 
     def owners_of_items(self, items: Tensor) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         yield self.target, slice(None), items
-
-    @property
-    def masks_edges(self) -> bool:
-        return False
 
     def mask_edges(self, view: LocalView, batch: Batch) -> LocalView:
         return view
@@ -120,10 +118,6 @@ class NodeTask:
 
     def _all_gather(self, rows: Tensor | None) -> Tensor | None:
         return None if rows is None else torch.cat(all_gather_rows(self.world, rows))
-
-    @property
-    def reads_only_local_rows(self) -> bool:
-        return True
 
     def shard(self, world: World, owned_ids: Mapping[str, Tensor]) -> NodeTask:
         assert self.ids is None, "sharded already"
