@@ -90,9 +90,8 @@ class NodeHead:
         if self.regression:
             target = self.standardise(y).to(logits.dtype)
             known = ~target.isnan()
-            losses = VALUE_LOSSES[self.value_loss](
-                logits, torch.where(known, target, logits.detach()), reduction="none"
-            )
+            target = torch.where(known, target, logits.detach())
+            losses = VALUE_LOSSES[self.value_loss](logits, target, reduction="none")
         else:
             known, target = y >= 0, y.to(logits.dtype)
             losses = functional.binary_cross_entropy_with_logits(

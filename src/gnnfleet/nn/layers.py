@@ -8,20 +8,8 @@ from itertools import pairwise
 import torch
 
 from gnnfleet.graph.graph import EdgeType
+from gnnfleet.nn import conv
 from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
-from gnnfleet.nn.conv import (
-    GATConv,
-    GATv2Conv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GINConv,
-    HeteroConv,
-    HGTConv,
-    ResPlusBlock,
-    RGCNConv,
-    SAGEConv,
-)
 from gnnfleet.nn.linear import MLP, activation
 from gnnfleet.nn.norm import make_norm
 
@@ -48,14 +36,16 @@ def make_layers(
         lins.extend([torch.nn.Linear(width, config.hidden), torch.nn.Linear(config.hidden, out)])
         for i in range(config.layers):
             gcn2 = config.alpha, config.theta, i + 1, config.shared_weights
-            convs.append(GCN2Conv(config.hidden, *gcn2) if config.name == "gcn2" else _block(config, edge_dim=edge_dim))
+            convs.append(
+                conv.GCN2Conv(config.hidden, *gcn2) if config.name == "gcn2" else _block(config, edge_dim=edge_dim)
+            )
         return convs, lins
     widths = [width, *[config.hidden] * (config.layers - 1), out]
     for i, (in_width, out_width) in enumerate(pairwise(widths)):
         last = i == config.layers - 1
         if config.name == "rgcn":
             bases = config.bases or None
-            convs.append(RGCNConv(in_width, out_width, len(edge_types), num_bases=bases, relations=edge_types))
+            convs.append(conv.RGCNConv(in_width, out_width, len(edge_types), num_bases=bases, relations=edge_types))
         elif config.name in ("gat", "gatv2"):
             convs.append(_attention(config, in_width, out_width, last=last, edge_dim=edge_dim))
         else:
@@ -66,20 +56,20 @@ def make_layers(
 def _plain(config: ModelConfig, width: int, out: int, edge_dim: int | None = None) -> torch.nn.Module:
     name = config.name.removeprefix("hetero-")
     if name == "gcn":
-        return GCNConv(width, out, residual=config.residual)
+        return conv.GCNConv(width, out, residual=config.residual)
     if name == "gin":
         mlp = MLP([width, out, out], act=activation(config.act), norm=config.norm)
-        return GINConv(mlp, train_eps=config.train_eps, edge_dim=edge_dim)
+        return conv.GINConv(mlp, train_eps=config.train_eps, edge_dim=edge_dim)
     assert name == "sage"
     pool = config.aggr == "pool"
-    return SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool, edge_dim=edge_dim)
+    return conv.SAGEConv(width, out, aggr="max" if pool else config.aggr, project=pool, edge_dim=edge_dim)
 
 
 def _attention(config: ModelConfig, width: int, out: int, *, last: bool, edge_dim: int | None) -> torch.nn.Module:
     """Heads are concatenated in hidden layers and averaged in the last, as in PyG's GAT."""
     heads = (config.out_heads or config.heads) if last else config.heads
     dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
-    conv_class = GATConv if config.name == "gat" else GATv2Conv
+    conv_class = conv.GATConv if config.name == "gat" else conv.GATv2Conv
     return conv_class(
         width,
         out if last else out // heads,
@@ -99,28 +89,25 @@ def _hetero(config: ModelConfig, edge_types: Sequence[EdgeType], node_types: Col
     kinds = [kind for kind in edge_types if kind.dst in node_types]
     hidden, heads, dropout = config.hidden, config.heads, config.attention_dropout
     if config.name == "hgt":
-        types = dict.fromkeys([*node_types, *(kind.src for kind in kinds)])
-        return HGTConv(hidden, hidden, (list(types), kinds), heads, dropout=dropout or 0.0)
+        all_types = list(dict.fromkeys([*node_types, *(kind.src for kind in kinds)]))
+        return conv.HGTConv(hidden, hidden, (all_types, kinds), heads, dropout=dropout or 0.0)
     is_attention = config.name in ("hetero-gat", "hetero-gatv2")
     convs: dict[EdgeType, torch.nn.Module] = {}
     for kind in kinds:
         if is_attention:
-            conv_class = GATConv if config.name == "hetero-gat" else GATv2Conv
+            conv_class = conv.GATConv if config.name == "hetero-gat" else conv.GATv2Conv
             rate = config.dropout if dropout is None else dropout
             convs[kind] = conv_class(hidden, hidden // heads, heads, dropout=rate, add_self_loops=False)
         else:
             convs[kind] = _plain(config, hidden, hidden)
     reached = () if is_attention else {kind.dst for kind in kinds}
-    roots = [kind for kind in node_types if kind not in reached]
-    return HeteroConv(convs, roots={kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in roots})
+    types = [kind for kind in node_types if kind not in reached]
+    roots = {kind: torch.nn.Linear(hidden, hidden, bias=not is_attention) for kind in types}
+    return conv.HeteroConv(convs, roots=roots)
 
 
 def _block(config: ModelConfig, *, edge_dim: int | None) -> torch.nn.Module:
-    norm = "batch" if config.norm == "batch" else "layer"
-    conv = GENConv(config.hidden, config.hidden, norm=norm, edge_dim=edge_dim)
-    return ResPlusBlock(
-        conv,
-        None if config.norm == "none" else make_norm(config.norm, config.hidden),
-        activation(config.act),
-        config.dropout,
-    )
+    inner = "batch" if config.norm == "batch" else "layer"
+    layer = conv.GENConv(config.hidden, config.hidden, norm=inner, edge_dim=edge_dim)
+    norm = None if config.norm == "none" else make_norm(config.norm, config.hidden)
+    return conv.ResPlusBlock(layer, norm, activation(config.act), config.dropout)

@@ -20,7 +20,6 @@ from gnnfleet.graph.graph import EdgeType, Graph
 from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.base import Aggregate, BuiltInModel, Features, RowsByType
 from gnnfleet.nn.config import HETERO_MODELS, ModelConfig
-from gnnfleet.nn.conv import GCN2Conv, ResPlusBlock
 from gnnfleet.nn.embedding import NodeEmbedding
 from gnnfleet.nn.layers import make_layers
 from gnnfleet.nn.norm import InputNorm, make_norm, module_name
@@ -180,22 +179,19 @@ class GNN(BuiltInModel):
         if index == 0:
             x = first = self.act(self.lins[0](x))
             x = self._drop(view, x, _BEFORE)
-        conv = self.convs[index]
-        assert first is not None and isinstance(conv, GCN2Conv)
-        x = self._after(index, view, conv(view, x, first, weight=self._weight(view)))
+        assert first is not None
+        x = self._after(index, view, self.convs[index](view, x, first, weight=self._weight(view)))
         if index == self.num_layers - 1:
             return self.lins[1](x), None
         return x, first_rows(first, view.num_dst)
 
     def _block_layer(self, index: int, view: GraphView, x: Tensor) -> Tensor:
-        block = self.convs[index]
-        assert isinstance(block, ResPlusBlock)
+        block: Any = self.convs[index]
         data = self._edge_data(view)
         x = block.conv(view, self.lins[0](x), **data) if index == 0 else block(view, x, **data)
         if index < self.num_layers - 1:
             return x
-        first = self.convs[0]  # layer 0 skips its norm: PyG's DeeperGCN applies it after the last block
-        assert isinstance(first, ResPlusBlock)
+        first: Any = self.convs[0]  # layer 0 skips its norm: PyG's DeeperGCN applies it after the last block
         out: Tensor = self.lins[1](first.before(view, x, mask_id=_LAST))
         return out
 

@@ -85,11 +85,12 @@ class SignModel(BuiltInModel):
             like = features[self.target].new_empty(0, self._width(path))
             tables[path] = allocate_rows(like, counts[self.target], limit=share)
         with torch.no_grad():
-            for part, parts in self._column_parts(view, counts):
-                columns = {kind: _part(rows.shape[1], part, parts) for kind, rows in features.items()}
-                for path, rows in self._hops(view, {kind: features[kind][:, span] for kind, span in columns.items()}):
+            parts = self._column_parts(view, counts)
+            for part in range(parts):
+                columns = {kind: rows.tensor_split(parts, 1)[part] for kind, rows in features.items()}
+                for path, rows in self._hops(view, columns):
                     if path in tables:
-                        tables[path][:, columns[path[0].src if path else self.target]] = rows
+                        tables[path].tensor_split(parts, 1)[part][:] = rows
         return {self._table_name(path): table for path, table in tables.items()}
 
     def _features(self, view: GraphView, x: Features) -> dict[str, Tensor]:
@@ -104,16 +105,15 @@ class SignModel(BuiltInModel):
             out[kind] = self.input_norm(rows, kind)
         return out
 
-    def _column_parts(self, view: GraphView, counts: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-        """Numbers of parts of columns, so many that a hop stays within ``table_memory``; equal on all ranks."""
+    def _column_parts(self, view: GraphView, counts: Mapping[str, int]) -> int:
+        """Number of parts of columns, so many that a hop stays within ``table_memory``; equal on all ranks."""
         rows = float(view.for_type(view.node_types[0]).sum_over_nodes(torch.tensor([float(sum(counts.values()))])))
         lengths = [len(path) for path in self._prefixes]
         fan = max([lengths.count(length) for length in lengths], default=1)
         itemsize = next(self.parameters()).element_size()
         width = max(self._widths.values())
         parts = math.ceil(_COPIES * fan * rows * width * itemsize / self.table_memory)
-        parts = max(1, min(parts, width))
-        return ((part, parts) for part in range(parts))
+        return max(1, min(parts, width))
 
     @property
     def _prefixes(self) -> set[Path]:
@@ -225,7 +225,3 @@ def _metapaths(edge_types: Sequence[EdgeType], target: str, hops: int) -> tuple[
         if len(paths) > MAX_PATHS:
             raise ConfigError(f"{hops} hops have more than {MAX_PATHS} metapaths: set a lower model.hops")
     return tuple(paths)
-
-
-def _part(width: int, part: int, parts: int) -> slice:
-    return slice(width * part // parts, width * (part + 1) // parts)
