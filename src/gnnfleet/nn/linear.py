@@ -32,6 +32,16 @@ class GlorotLinear(torch.nn.Linear):
         glorot_(self.weight)
 
 
+class Conv(torch.nn.Module):
+    """Base class of convolutions, which draws the parameters of their linear maps again and sets their bias to 0."""
+
+    def reset_parameters(self) -> None:
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        if getattr(self, "bias", None) is not None:
+            torch.nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+
+
 def apply_linear(lin: Any, x: Tensor, *, rows: int | None = None, relu: bool = False) -> Tensor:
     """Apply a linear map of torch or torch_geometric to the first ``rows`` rows of x, then a ReLU if ``relu``."""
     return sum_linear([(x, lin.weight)], lin.bias, rows=rows, relu=relu)

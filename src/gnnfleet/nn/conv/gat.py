@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, apply_linear, edge_rows, glorot_, to_float32
+from gnnfleet.nn.linear import Conv, GlorotLinear, apply_linear, edge_rows, glorot_, to_float32
 from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 
-class AttentionConv(torch.nn.Module):
+class AttentionConv(Conv):
     """x'_i = concat_h or mean_h(out_ih) + Θ_res x_i + b, the end of an attention layer.
 
     Parameters ``lin_edge.weight``, ``res.weight``, ``bias``.
@@ -46,12 +46,6 @@ class AttentionConv(torch.nn.Module):
 
     def _add_parameters(self) -> None:
         """Add those of the score, unless the constructor of a subclass does."""
-
-    def reset_parameters(self) -> None:
-        for child in self.children():
-            child.reset_parameters()  # type: ignore[operator]
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
 
     def forward(self, view: GraphView, x: Tensor, *, edge_attr: Tensor | None = None, relu: bool = False) -> Tensor:
         """[N_src, in] → [N_dst, H·C], or [N_dst, C] if heads are averaged; edge_attr [E, edge_dim]."""

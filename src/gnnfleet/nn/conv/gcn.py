@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import GlorotLinear, glorot_, should_transform_first
+from gnnfleet.nn.linear import Conv, GlorotLinear, glorot_, should_transform_first
 from gnnfleet.ops.aggregate import accumulate_dtype
 from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
@@ -46,7 +46,7 @@ def inverse_sqrt_degree(view: GraphView, weight: Tensor | None, *, loop: float |
     return torch.where(degree > 0, degree, torch.inf).rsqrt()
 
 
-class GCNConv(torch.nn.Module):
+class GCNConv(Conv):
     """x'_i = Θ Σ_{j ∈ N(i) ∪ {i}} e_ji / √(d_j d_i) x_j + b, with d_i = 1 + Σ_j e_ji.
 
     Parameters ``lin.weight`` [out, in] and ``bias``, as PyG's. A self-loop of the store replaces the added one, with
@@ -75,12 +75,6 @@ class GCNConv(torch.nn.Module):
         self.lin = GlorotLinear(in_channels, out_channels, bias=False)
         self.res = GlorotLinear(in_channels, out_channels, bias=False) if residual else None
         self.bias = torch.nn.Parameter(torch.zeros(out_channels)) if bias else None
-
-    def reset_parameters(self) -> None:
-        for child in self.children():
-            child.reset_parameters()  # type: ignore[operator]
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
 
     def aggregate(self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, fresh: bool = False) -> Tensor:
         """[N_dst, in] normalised sum of input rows, the part of the layer that does not depend on its parameters.

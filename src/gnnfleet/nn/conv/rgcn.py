@@ -11,12 +11,12 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.merged_relations import CombinesRelations
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import glorot_
+from gnnfleet.nn.linear import Conv, glorot_
 
 RelationRows = Mapping[EdgeType, Tensor]
 
 
-class RGCNConv(torch.nn.Module):
+class RGCNConv(Conv):
     """x'_i = Θ_root x_i + Σ_r mean_{j ∈ N_r(i)} Θ_r x_j + b, Θ_r = Σ_b comp_rb V_b with ``num_bases``.
 
     With ``weighted`` edge weights the mean is Σ w x / Σ |w|, the sum Σ w x.
@@ -52,8 +52,7 @@ class RGCNConv(torch.nn.Module):
         for matrix in (self.weight, self.comp, self.root):
             if matrix is not None:
                 glorot_(matrix)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        super().reset_parameters()
 
     def forward(
         self,

@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.views.view import GraphView, first_rows
-from gnnfleet.nn.linear import apply_linear, edge_rows, should_transform_first
+from gnnfleet.nn.linear import Conv, apply_linear, edge_rows, should_transform_first
 from gnnfleet.ops.aggregate import accumulate_dtype
 from gnnfleet.ops.linear import bias_relu, multi_linear, sum_linear
 
 AGGRS = ("mean", "max", "sum", "add")
 
 
-class SAGEConv(torch.nn.Module):
+class SAGEConv(Conv):
     """x'_i = W_l aggr_{j ∈ N(i)} x_j + W_r x_i; with ``project`` the x_j are first ReLU(W x_j + b) (pool).
 
     Parameters ``lin_l.weight``, ``lin_l.bias``, ``lin_r.weight`` and, with ``project``, ``lin.weight``, ``lin.bias``,
@@ -46,10 +46,6 @@ class SAGEConv(torch.nn.Module):
         if root_weight:
             self.lin_r = torch.nn.Linear(in_channels, out_channels, bias=False)
         self.lin_edge = None if edge_dim is None else torch.nn.Linear(edge_dim, out_channels, bias=False)
-
-    def reset_parameters(self) -> None:
-        for child in self.children():
-            child.reset_parameters()  # type: ignore[operator]
 
     def aggregate(
         self, view: GraphView, x: Tensor, *, weight: Tensor | None = None, edge_attr: Tensor | None = None
