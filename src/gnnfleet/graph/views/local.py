@@ -18,8 +18,8 @@ from gnnfleet.graph.graph import Edges, EdgeType, Graph
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.merged_relations import LazyMergedRelations, MergedRelations, StackedEdges
 from gnnfleet.graph.views.row_index import take_rows
-from gnnfleet.graph.views.view import MANY_SOURCES, first_rows
-from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, ViewBase, last_loops_of, relation_weight
+from gnnfleet.graph.views.view import MANY_SOURCES, GraphView, first_rows
+from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, last_loops_of, relation_weight
 from gnnfleet.ops import aggregate as sums
 from gnnfleet.ops.attend import attend
 from gnnfleet.ops.csr import CSR
@@ -103,7 +103,7 @@ class LocalEdges:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalView(ViewBase[LocalEdges]):
+class LocalView(GraphView):
     """A graph or a block in this process."""
 
     nodes: Mapping[str, NodeRows]
@@ -128,6 +128,10 @@ class LocalView(ViewBase[LocalEdges]):
     @property
     def has_many_sources(self) -> bool:
         return self.num_src > MANY_SOURCES * self.num_dst
+
+    @property
+    def _edges(self) -> LocalEdges:
+        return self.relations[self._edge_type]
 
     @property
     def in_degree(self) -> Tensor:

@@ -1,20 +1,17 @@
-"""Base of all views: nodes and edges by type, the step and layer they belong to, dropout by store id."""
+"""What all views are made of: nodes and edges by type, degrees, and weights of edges relative to their row."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gnnfleet.errors import ConfigError
-from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.row_index import RowIndex
-from gnnfleet.ops.draws import DrawKey, Purpose, dropout
 
 COUNT, WEIGHTED, LOOPS = range(3)
 Degrees = Callable[[int], Tensor]
@@ -44,9 +41,6 @@ class EdgeTables(Protocol):
     def attr(self) -> Tensor | None: ...
     @property
     def last_loops(self) -> tuple[Tensor, Tensor]: ...
-
-
-EdgeStorage = TypeVar("EdgeStorage", bound=EdgeTables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +109,10 @@ def relation_weight(edges: EdgeTables, reduce: str, dtype: torch.dtype) -> Tenso
     """[E] store weights as a sum or mean over one edge type takes them; None without weights."""
     if edges.weight is None or reduce == "sum":
         return edges.weight
-    return _compute_once(edges, "relative", (edges.weight, dtype), relative_weight)
+    return compute_once(edges, "relative", (edges.weight, dtype), relative_weight)
 
 
-def _compute_once(edges: EdgeTables, name: str, inputs: tuple[Any, ...], compute: Callable[..., Tensor]) -> Tensor:
+def compute_once(edges: EdgeTables, name: str, inputs: tuple[Any, ...], compute: Callable[..., Tensor]) -> Tensor:
     """``compute(edges, *inputs)``, cached for the same tensors unless one needs a gradient."""
     known, result = edges.cache.get(name, ((), None))
     if len(known) == len(inputs) and all(map(operator.is_, known, inputs)):
@@ -130,134 +124,5 @@ def _compute_once(edges: EdgeTables, name: str, inputs: tuple[Any, ...], compute
     return result
 
 
-def _mean_attr(edges: EdgeTables, attr: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def mean_attr(edges: EdgeTables, attr: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     return mean_by_row(edges, attr.to(dtype) if weight is None else attr.to(dtype) * weight[:, None])
-
-
-class ViewBase(Generic[EdgeStorage]):
-    """Base of views: frozen dataclasses with these fields. ``EdgeStorage`` holds the edges of one type."""
-
-    nodes: Mapping[str, NodeRows]
-    relations: Mapping[EdgeType, EdgeStorage]
-    key: DrawKey
-    layer: int
-    training: bool
-
-    def with_step(self, *, key: DrawKey | None = None, layer: int | None = None, training: bool | None = None) -> Self:
-        changes = {"key": key, "layer": layer, "training": training}
-        return self._with(**{name: value for name, value in changes.items() if value is not None})
-
-    def for_type(self, node_type: str) -> Self:
-        return self._with(nodes={node_type: self.nodes[node_type]}, relations={})
-
-    def _with(self, **changes: Any) -> Self:
-        return cast("Self", replace(cast("Any", self), **changes))
-
-    @property
-    def node_types(self) -> tuple[str, ...]:
-        return tuple(self.nodes)
-
-    @property
-    def edge_types(self) -> tuple[EdgeType, ...]:
-        return tuple(self.relations)
-
-    @property
-    def _kind(self) -> str:
-        if len(self.nodes) != 1:
-            raise ConfigError(f"this layer works on one node type; the graph has {', '.join(self.nodes)}")
-        return next(iter(self.nodes))
-
-    @property
-    def _rows(self) -> NodeRows:
-        return self.nodes[self._kind]
-
-    @property
-    def _edge_type(self) -> EdgeType:
-        if len(self.relations) != 1:
-            count = len(self.relations)
-            raise ConfigError(f"this layer works on one edge type; the graph has {count}: use rgcn or a hetero- model")
-        return next(iter(self.relations))
-
-    @property
-    def _edges(self) -> EdgeStorage:
-        return self.relations[self._edge_type]
-
-    @property
-    def num_src(self) -> int:
-        return len(self._rows.node_ids)
-
-    @property
-    def num_dst(self) -> int:
-        return self._rows.num_dst
-
-    @property
-    def node_ids(self) -> Tensor:
-        return self._rows.node_ids
-
-    @property
-    def edge_ids(self) -> Tensor:
-        return self._edges.edge_ids
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self._edges.weight
-
-    @property
-    def attr(self) -> Tensor | None:
-        return self._edges.attr
-
-    def graph_degree(self, *, weighted: bool = False) -> Tensor:
-        return self._rows.degree(weighted)
-
-    def loop_weight(self, weight: Tensor) -> Tensor:
-        if weight is self.weight and not weight.requires_grad:
-            return self._rows.degree(LOOPS)
-        rows, positions = self._edges.last_loops
-        return weight.new_full((self.num_src,), torch.nan).index_put((rows,), weight[positions])
-
-    def attend_relations(
-        self,
-        value: Mapping[EdgeType, Tensor],
-        *,
-        src: Mapping[EdgeType, Tensor],
-        dst: Mapping[Any, Tensor],
-        score: str = "add",
-        slope: float = 0.2,
-        dropout: float = 0.0,
-        mask_id: int = 0,
-        **options: Any,
-    ) -> dict[Any, Tensor]:
-        num_dst = {key: self.nodes[key if isinstance(key, str) else key.dst].num_dst for key in dst}
-        values = torch.cat(list(value.values()))
-        out = self._attend_stacked(
-            tuple(value),
-            num_dst,
-            values,
-            src=values if src is value else torch.cat(list(src.values())),
-            dst=torch.cat([rows[: num_dst[key]] for key, rows in dst.items()]),
-            score=score,
-            slope=slope,
-            dropout=dropout if self.training else 0.0,
-            draws=self.key.draws(Purpose.ATTENTION, self.layer, relation=mask_id),
-            **options,
-        )
-        return dict(zip(dst, torch.split(out, list(num_dst.values())), strict=True))
-
-    def _attend_stacked(
-        self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int], value: Tensor, **inputs: Any
-    ) -> Tensor:
-        """Attention over the edges of ``kinds``: source rows are stacked by edge type, destinations by ``num_dst``."""
-        raise NotImplementedError
-
-    def relative_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return _compute_once(self._edges, "relative", (weight, dtype), relative_weight)
-
-    def mean_attr(self, attr: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
-        return _compute_once(self._edges, "mean", (attr, weight, dtype), _mean_attr)
-
-    def dropout(self, x: Tensor, p: float, *, mask_id: int = 0, edge_ids: Tensor | None = None) -> Tensor:
-        if not self.training or not p:
-            return x
-        purpose = Purpose.DROPOUT if edge_ids is None else Purpose.ATTENTION
-        ids = self.node_ids[: x.shape[0]] if edge_ids is None else edge_ids
-        return dropout(x, p, ids=ids, draws=self.key.draws(purpose, self.layer, relation=mask_id))

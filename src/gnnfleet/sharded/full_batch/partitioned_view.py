@@ -17,8 +17,8 @@ from gnnfleet.comm.halo_exchange import RowExchange
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.views.edge_list import EdgeList
-from gnnfleet.graph.views.view import first_rows
-from gnnfleet.graph.views.view_base import NodeRows, ViewBase, relation_weight
+from gnnfleet.graph.views.view import GraphView, first_rows
+from gnnfleet.graph.views.view_base import NodeRows, relation_weight
 from gnnfleet.ops.aggregate import REDUCES, accumulate_dtype
 from gnnfleet.ops.attend import RowCounts, prepare
 from gnnfleet.ops.attend_blocks import AttentionInputs
@@ -40,7 +40,7 @@ from gnnfleet.sharded.full_batch.source_rows import make_edge_list
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PartitionedView(ViewBase[RelationBlocks]):
+class PartitionedView(GraphView):
     """A partition of a graph; subclasses provide the exchange."""
 
     blocks: PartitionBlocks
@@ -55,6 +55,10 @@ class PartitionedView(ViewBase[RelationBlocks]):
     @abstractmethod
     def _exchange(self) -> RowExchange:
         """The exchange of one verb."""
+
+    @property
+    def _edges(self) -> RelationBlocks:
+        return self.relations[self._edge_type]
 
     @property
     def in_degree(self) -> Tensor:
