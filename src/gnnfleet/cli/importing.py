@@ -183,19 +183,9 @@ def import_graph(
     node_columns |= {"split": split_column, "features": features, "category": category}
     edge_columns = {"columns": columns, "src": src, "dst": dst, "time": time_column, "weight": weight}
     edge_columns |= {"features": edge_features, "label": edge_label}
-    rules: dict[str, Any] = {
-        "undirected": undirected,
-        "duplicates": duplicates,
-        "self_loops": self_loops,
-        "missing": missing,
-        "dtype": dtype,
-        "split_rule": split,
-        "seed": seed,
-        "memory": memory,
-        "name": name,
-        "standardize": standardize,
-        "like": like,
-    }
+    rules: dict[str, Any] = {"undirected": undirected, "duplicates": duplicates, "self_loops": self_loops}
+    rules |= {"missing": missing, "dtype": dtype, "split_rule": split, "seed": seed, "memory": memory, "name": name}
+    rules |= {"standardize": standardize, "like": like}
     with make_progress(quiet) as progress:
         if sources and _is_graph_file(sources):
             from gnnfleet.graph.ingest.in_memory import import_in_memory
@@ -327,13 +317,10 @@ def _show(report: ImportReport, *, as_json: bool, quiet: bool) -> None:
         output_module.table(None, ["edges", "read", "stored", "self-loops", "parallel", "dropped", "data"], edges),
     ]
     output_module.print_result(report.as_dict(), as_json=as_json, human=human)
-    unused = {
-        **{kind: c.unused for kind, c in report.nodes.items()},
-        **{str(k): c.unused for k, c in report.edges.items()},
-    }
-    for kind, columns in unused.items():
-        if columns:
-            remarks.print_note(f"{kind}: columns not used: {', '.join(columns)}", quiet=quiet)
+    tables: dict[Any, Any] = {**report.nodes, **report.edges}
+    for kind, c in tables.items():
+        if c.unused:
+            remarks.print_note(f"{kind}: columns not used: {', '.join(c.unused)}", quiet=quiet)
     for remark in report.remarks:
         remarks.print_note(remark, quiet=quiet)
     if not any(counts.count for counts in report.edges.values()):

@@ -336,8 +336,7 @@ def validated_edges(
 
 def time_order(time: Tensor, order: Tensor) -> Tensor:
     """Store edge ids by time, ties in input order; ``order[i]`` is the input position of store edge i."""
-    edge_of_input = torch.empty_like(order)
-    edge_of_input[order] = torch.arange(order.shape[0], dtype=order.dtype)
+    edge_of_input = csr.inverse_permutation(order)
     if bool((time[1:] >= time[:-1]).all()):  # most streams are sorted already
         return edge_of_input
     return edge_of_input[torch.argsort(time, stable=True)]

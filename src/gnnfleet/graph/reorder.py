@@ -46,10 +46,7 @@ def cluster_order(graph: Graph, *, seed: int = 0) -> dict[str, Tensor]:
 
 def reordered_view(graph: Graph, order: Mapping[str, Tensor]) -> LocalView:
     """View the whole graph with rows in the given order of store ids."""
-    row_of_id = {}
-    for kind, ids in order.items():
-        row_of_id[kind] = torch.empty_like(ids)
-        row_of_id[kind][ids] = torch.arange(len(ids))
+    row_of_id = {kind: csr.inverse_permutation(ids) for kind, ids in order.items()}
     whole = LocalView.of_graph(graph)
     nodes = {
         kind: NodeRows(order[kind], rows.num_dst, selected_degrees(rows.degree, order[kind]))

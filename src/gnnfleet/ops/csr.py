@@ -127,6 +127,11 @@ def offsets_of(counts: Tensor) -> Tensor:
     return offsets
 
 
+def inverse_permutation(order: Tensor) -> Tensor:
+    """[n] int64: the position of each number in a permutation of 0 … n − 1."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
 def counting_sort(keys: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """(offsets [buckets + 1] int64, order [n] int64): positions by key, ties in input order."""
     offsets = torch.empty(buckets + 1, dtype=torch.int64)

@@ -185,8 +185,7 @@ def _sort(edges: Edges, src: Tensor, dst: Tensor, rows: Tensor, *, num_dst: int)
     by_time = None
     if edges.time is not None and edges.order is not None:
         # Ties in time keep the input order of the edges, which only ``edges.order`` still has.
-        rank = torch.empty_like(edges.order)
-        rank[edges.order] = torch.arange(edges.count)
+        rank = csr.inverse_permutation(edges.order)
         copy = torch.arange(rows.shape[0]) >= edges.count
         arrival = torch.argsort(rank[rows] + copy * edges.count)
         by_time = time_order(edges.time[rows][arrival], torch.argsort(arrival)[order])

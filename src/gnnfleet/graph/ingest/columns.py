@@ -13,7 +13,7 @@ from gnnfleet.graph.graph import ColumnGroups
 from gnnfleet.graph.ingest import duck as sql
 from gnnfleet.graph.ingest.row_errors import RowCheck, feature_check
 from gnnfleet.graph.ingest.source import TableSource
-from gnnfleet.graph.ingest.spec import NONE, USUAL_NAMES
+from gnnfleet.graph.ingest.spec import NONE, USUAL_NAMES, EdgeTable, NodeTable, TableSpec
 from gnnfleet.io.bundle import DTYPES, ArrayWriter, BundleWriter
 
 _INTEGER = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|UINTEGER")
@@ -182,46 +182,37 @@ class FeatureSource:
         ]
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Treatment of feature columns: ``category`` patterns become one-hot, other numbers are perhaps standardised.
-
-    ``like`` has the preparation of the same type in another store, whose numbers and values are used.
-    """
-
-    standardize: bool = False
-    category: str | None = None
-    like: Mapping[str, Any] | None = None
-
-
 def find_features(
     source: TableSource,
-    patterns: str | None,
+    table: NodeTable | EdgeTable,
+    spec: TableSpec,
+    like: Mapping[str, Any] | None,
     *,
     used: Iterable[str | None],
-    dtype: str,
     option: str = "features",
-    preparation: Preparation = Preparation(),
 ) -> FeatureSource:
-    """Find the chosen feature columns, or all columns of numbers that have no other role, and prepare them."""
-    like = preparation.like
+    """Find the chosen feature columns, or all columns of numbers that have no other role, and prepare them.
+
+    Columns of ``category`` become one-hot, other numbers are perhaps standardised. ``like`` has the preparation of the
+    same type in another store, whose numbers and values are used.
+    """
     if like is not None:
         categories = {column: tuple(values) for column, values in like["categories"].items()}
     else:
-        columns = match_columns(source, preparation.category, "category") if preparation.category else []
+        columns = match_columns(source, table.category, "category") if table.category else []
         categories = {column: _categories(source, column) for column in columns}
     roles = [column for column in used if column]
     if wrong := [column for column in categories if column in roles or column not in source.types]:
         reason = "has another use" if wrong[0] in roles else "is missing"
         raise InputError(f"{source.shown}: the column {wrong[0]!r} of --category {reason}: choose another")
-    numbers = _find_numbers(source, patterns, used=[*roles, *categories], dtype=dtype, option=option)
+    numbers = _find_numbers(source, table.features, [*roles, *categories], spec.feature_dtype, option)
     scalars = [column for column, width in numbers.columns if width is None]
     if like is not None:
         scales = {column: (float(mean), float(deviation)) for column, (mean, deviation) in like["scales"].items()}
         if missing := [column for column in scales if column not in scalars]:
             raise InputError(f"{source.shown}: the store of --like has a feature {missing[0]!r}, this table has none")
     else:
-        scales = _scales(source, scalars) if preparation.standardize else {}
+        scales = _scales(source, scalars) if spec.standardize else {}
     one_hot = tuple((column, len(values) or HASHED_WIDTH) for column, values in categories.items())
     return replace(numbers, columns=numbers.columns + one_hot, scales=scales, categories=categories)
 
@@ -251,7 +242,7 @@ def _scales(source: TableSource, columns: Sequence[str]) -> dict[str, tuple[floa
 
 
 def _find_numbers(
-    source: TableSource, patterns: str | None, *, used: Iterable[str | None], dtype: str, option: str
+    source: TableSource, patterns: str | None, used: Iterable[str | None], dtype: str, option: str
 ) -> FeatureSource:
     if patterns == NONE:
         return FeatureSource((), dtype, option)

@@ -19,7 +19,6 @@ from gnnfleet.graph.ingest import row_errors
 from gnnfleet.graph.ingest.clean import reverse_type
 from gnnfleet.graph.ingest.columns import (
     FeatureSource,
-    Preparation,
     find_by_usual_name,
     find_column,
     find_features,
@@ -106,14 +105,7 @@ def plan_edges(
     used = [src, dst, weight, column, *(labels.columns if labels else ())]
     if not table.features:  # an edge's id or label becomes a feature only when it is named
         used += [find_by_usual_name(source.types, role, None) for role in ("id", "label", "split")]
-    features = find_features(
-        source,
-        table.features,
-        used=used,
-        dtype=spec.feature_dtype,
-        option="edge-features",
-        preparation=Preparation(spec.standardize, table.category, like),
-    )
+    features = find_features(source, table, spec, like, used=used, option="edge-features")
     return EdgeTablePlan(source, IdColumn(source, src), IdColumn(source, dst), weight, time, features, labels)
 
 

@@ -19,10 +19,11 @@ from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import NO_SPLIT, Nodes
 from gnnfleet.graph.ids import ID_COLUMN
 from gnnfleet.graph.ingest import keys, labels, row_errors
-from gnnfleet.graph.ingest.columns import FeatureSource, Preparation, find_column, find_features, unused_columns
+from gnnfleet.graph.ingest.columns import FeatureSource, find_column, find_features, unused_columns
 from gnnfleet.graph.ingest.duck import DuckConnection
 from gnnfleet.graph.ingest.keys import IdColumn, IdKind, IdWriter, NodeIdIndex
 from gnnfleet.graph.ingest.labels import LabelSource
+from gnnfleet.graph.ingest.row_errors import RowCheck
 from gnnfleet.graph.ingest.source import TableSource
 from gnnfleet.graph.ingest.spec import NONE, NodeCounts, NodeTable, TableSpec, count_nodes
 from gnnfleet.graph.split import NodeKeys, make_split, parse_rule, value_keys
@@ -72,8 +73,7 @@ def plan_nodes(
     label_source = values or labels.find_labels(source, table.label)
     split = find_column(source, "split", table.split)
     used = [id_column, split, *(label_source.columns if label_source else ())]
-    preparation = Preparation(spec.standardize, table.category, like)
-    features = find_features(source, table.features, used=used, dtype=spec.feature_dtype, preparation=preparation)
+    features = find_features(source, table, spec, like, used=used)
     if spec.split_rule is not None and table.split is None:
         split = None  # a rule on the command line overrides a column found by its usual name
     return NodeTablePlan(source, id_column, features, label_source, split)
@@ -125,7 +125,9 @@ class NodeImporter:
             position, ids, *rest = batch.columns
             assert position[0].as_py() == writer.count and position[-1].as_py() == writer.count + len(batch) - 1
             if ids.null_count:
-                row_errors.check_rows(source, [_id_check(plan, kind)])
+                expected = "an integer of 64 bits" if kind == "integer" else "an id"
+                condition = f"({plan.key.select(kind)} IS NULL)"
+                row_errors.check_rows(source, [RowCheck(plan.id, condition, expected, "Every node needs an id")])
             writer.append(ids)
             if features.columns:
                 arrays["x"].append(read_features(source, features, rest[: len(features.columns)]))
@@ -165,7 +167,10 @@ class NodeImporter:
             shutil.move(ids.path, path)
             ids = replace(ids, path=path)
         y = self.out.written(f"{self.folder}/y.npy") if plan and plan.labels else None
-        self._apply_rule(ids, y)
+        if self.spec.split_rule is not None and self.draw_split:
+            if self.split is not None:
+                raise ConfigError("a split comes either from a column or from a rule: remove --split or --split-column")
+            self.split = make_split(parse_rule(self.spec.split_rule), _draw_keys(ids), y, seed=self.spec.seed)
         if self.split is not None:
             self.out.put(f"{self.folder}/split.npy", self.split)
         classes = plan.labels.classes if plan and plan.labels else ()
@@ -178,14 +183,6 @@ class NodeImporter:
             unused=unused_columns(plan.source, plan.used) if plan else (),
         )
         return NodeResult(ids, counts, classes)
-
-    def _apply_rule(self, ids: NodeIdIndex, y: Tensor | None) -> None:
-        if self.spec.split_rule is None or not self.draw_split:
-            return
-        rule = parse_rule(self.spec.split_rule)
-        if self.split is not None:
-            raise ConfigError("a split comes either from a column or from a rule: remove --split or --split-column")
-        self.split = make_split(rule, _draw_keys(ids), y, seed=self.spec.seed)
 
 
 def read_features(source: TableSource, features: FeatureSource, arrays: Sequence[Any]) -> Tensor:
@@ -209,11 +206,6 @@ def read_features(source: TableSource, features: FeatureSource, arrays: Sequence
         row_errors.check_rows(source, features.checks())
         row_errors.raise_sum_error(source, "features", features.dtype)  # every row is valid by itself
     return x
-
-
-def _id_check(plan: NodeTablePlan, kind: IdKind) -> row_errors.RowCheck:
-    expected = "an integer of 64 bits" if kind == "integer" else "an id"
-    return row_errors.RowCheck(plan.id, f"({plan.key.select(kind)} IS NULL)", expected, "Every node needs an id")
 
 
 def _draw_keys(ids: NodeIdIndex) -> NodeKeys:

@@ -294,8 +294,12 @@ def select_or_fill(values: Tensor, position: Tensor, *, fill: float) -> Tensor:
 def _add_loop_terms(edge: Tensor, structure: CSR, position: Tensor) -> Tensor:
     """[E', …] edge terms with self-loops; the term of a self-loop is the mean over its row, as in PyG."""
     terms = select_or_fill(edge, position, fill=0.0)
-    rows, ones = structure.row.long(), [1] * (edge.dim() - 1)
-    total = edge.new_zeros(structure.num_rows, *edge.shape[1:]).index_add(0, rows, terms)
-    count = (structure.indptr.diff() - 1).clamp(min=1).to(edge.dtype)
-    mean = total / count.view(-1, *ones)
-    return torch.where((position < 0).view(-1, *ones), mean[rows], terms)
+    return fill_loops(terms, position < 0, structure.row.long(), structure.indptr.diff())
+
+
+def fill_loops(terms: Tensor, is_loop: Tensor, rows: Tensor, degree: Tensor) -> Tensor:
+    """Set the terms [E', …] of self-loops, which are 0, to the mean of the others in the row."""
+    column = (-1, *[1] * (terms.dim() - 1))
+    total = terms.new_zeros(len(degree), *terms.shape[1:]).index_add(0, rows, terms)
+    count = (degree - 1).clamp(min=1).to(terms.dtype)
+    return torch.where(is_loop.view(column), (total / count.view(column))[rows], terms)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,17 +19,6 @@ from gnnfleet.graph.views.view_base import EdgeTables, edge_factors
 from gnnfleet.ops import csr
 from gnnfleet.ops.aggregate import aggregate
 from gnnfleet.ops.csr import CSR
-
-
-@runtime_checkable
-class CombinesRelations(Protocol):
-    """A view that can sum over edge types with coefficients. Other views have only ``aggregate_relations``."""
-
-    @property
-    def edge_types(self) -> tuple[EdgeType, ...]: ...
-
-    def combine_relations(self, x: Tensor, coefficient: Tensor, *, reduce: str, weighted: bool = False) -> Tensor:
-        """[N_dst, F]: Σ_r coefficient[r] · (sum or mean over the edges of type r), in the order of ``edge_types``."""
 
 
 class _RelationEdges(EdgeTables, Protocol):

@@ -145,6 +145,11 @@ class GraphView(Protocol):
         With ``weighted`` a sum is Σ w x and a mean Σ w x / Σ |w|, with the store's weights of the types that have some.
         """
 
+    def combine_relations(
+        self, x: Tensor, coefficient: Tensor, *, reduce: str = "sum", weighted: bool = False
+    ) -> Tensor:
+        """[N_dst, F]: Σ_r coefficient[r] · (sum or mean over the edges of type r), in the order of ``edge_types``."""
+
     def relative_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """[E] each weight over the mean magnitude of those into its destination; 0 where all are 0.
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gnnfleet.errors import ConfigError
 from gnnfleet.graph.graph import EdgeType
-from gnnfleet.graph.views.merged_relations import CombinesRelations
 from gnnfleet.graph.views.view import GraphView, first_rows
 from gnnfleet.nn.linear import Conv, glorot_
 
@@ -101,7 +100,7 @@ class RGCNConv(Conv):
 
         Σ_r mean_r(x) Θ_r = Σ_b (Σ_r comp_rb mean_r(x)) V_b, without rows for all pairs of nodes and relations.
         """
-        if self.comp is None or self.num_relations <= 2 * len(self.weight) or not isinstance(view, CombinesRelations):
+        if self.comp is None or self.num_relations <= 2 * len(self.weight):
             return None
         weight_index = self._weight_index(list(view.edge_types))
         indices = torch.tensor([weight_index[kind] for kind in view.edge_types])

@@ -19,6 +19,7 @@ from gnnfleet.comm.collectives import sum_over_ranks
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, Shard, ShardBlock, ShardNodes
+from gnnfleet.ops.csr import inverse_permutation, offsets_of
 
 MAX_ACTIVE_SHARE = 0.75
 """A level that needs a larger share of all rows has all of them: a copy of its edges would cost more than it saves."""
@@ -74,11 +75,7 @@ class ActiveRows:
     @cached_property
     def positions(self) -> dict[str, Tensor]:
         """[n] int64: the position of each row of the partition in this order."""
-        positions = {}
-        for kind, order in self.order.items():
-            positions[kind] = torch.empty_like(order)
-            positions[kind][order] = torch.arange(len(order))
-        return positions
+        return {kind: inverse_permutation(order) for kind, order in self.order.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,11 +161,9 @@ class RestrictedShard:
             count = torch.bincount(row, minlength=len(selected))
             edges, cols = edges[is_active], cols[is_active]
             selected, count = selected[count > 0], count[count > 0]
-        indptr = torch.zeros(len(selected) + 1, dtype=torch.int64)
-        indptr[1:] = count.cumsum(0)
         return ShardBlock(
             rows=positions[selected].to(torch.int32),
-            indptr=indptr,
+            indptr=offsets_of(count),
             cols=cols.to(torch.int32),
             edge_ids=block.edge_ids[edges],
             data={name: values[edges] for name, values in block.data.items()},

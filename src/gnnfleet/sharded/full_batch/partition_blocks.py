@@ -19,7 +19,7 @@ from gnnfleet.comm.halo_exchange import ExchangePlan
 from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.edge_list import EdgeList
-from gnnfleet.graph.views.local import SELF_LOOP_IDS, select_or_fill
+from gnnfleet.graph.views.local import SELF_LOOP_IDS, fill_loops, select_or_fill
 from gnnfleet.graph.views.merged_relations import RELATION_IDS, stack_starts
 from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, edge_factors, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
@@ -179,12 +179,8 @@ class RelationBlocks:
 
     def append_mean_loop_values(self, values: Tensor) -> Tensor:
         """Insert the mean of the row's other in-edges, over all blocks, for self-loops into per-edge values."""
-        column = (-1, *([1] * (values.dim() - 1)))
         looped = self.append_loop_values(values, fill=0.0)
-        rows = self._looped_rows
-        total = values.new_zeros(self.num_rows, *values.shape[1:]).index_add(0, rows, looped)
-        count = (self.degree(self_loops=True) - 1).clamp(min=1).to(values.dtype)
-        return torch.where(self._is_loop.view(column), (total / count.view(column))[rows], looped)
+        return fill_loops(looped, self._is_loop, self._looped_rows, self.degree(self_loops=True))
 
     @cached_property
     def _is_loop(self) -> Tensor:

@@ -132,21 +132,19 @@ class PartitionedView(GraphView):
         *,
         src: Tensor,
         dst: Tensor,
-        score: str = "add",
         vector: Tensor | None = None,
         edge: Tensor | None = None,
-        heads: int | None = None,
-        slope: float = 0.2,
         dropout: float = 0.0,
         mask_id: int = 0,
         self_loops: bool = False,
+        **options: Any,
     ) -> Tensor:
         edges = self._edges
         counts = RowCounts(self.num_src, self.num_dst, edges.num_edges)
         inputs = AttentionInputs(value=value, src=src, dst=first_rows(dst, self.num_dst), edge=edge, vector=vector)
         draws = self.key.draws(Purpose.ATTENTION, self.layer, relation=mask_id)
         rate = dropout if self.training else 0.0
-        spec, flat = prepare(inputs, counts, score=score, heads=heads, slope=slope, dropout=rate, draws=draws)
+        spec, flat = prepare(inputs, counts, dropout=rate, draws=draws, **options)
         if self_loops and flat.edge is not None:
             flat = replace(flat, edge=edges.append_mean_loop_values(flat.edge))
         if src is value:

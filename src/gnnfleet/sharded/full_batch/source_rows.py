@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gnnfleet.comm.halo_exchange import ExchangePlan, RowExchange, RowTable
 from gnnfleet.graph.views.edge_list import EdgeList
+from gnnfleet.ops.csr import inverse_permutation
 from gnnfleet.sharded.full_batch.grad_exchange import exchange_grads
 from gnnfleet.sharded.full_batch.partition_blocks import RelationBlocks, edge_rows
 
@@ -29,7 +30,6 @@ class SourceRows:
     plan: ExchangePlan
     local_block: int
     spans: tuple[slice, ...]
-    num_local: int
     num_fetched: int
 
     @classmethod
@@ -40,13 +40,13 @@ class SourceRows:
         starts = [num_local, *accumulate(counts, initial=num_local)][1:]
         spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
         spans[local_block] = slice(0, num_local)
-        return cls(new_exchange, plan, local_block, tuple(spans), num_local, num_local + sum(counts))
+        return cls(new_exchange, plan, local_block, tuple(spans), num_local + sum(counts))
 
     def fetch(self, x: Tensor) -> Tensor:
-        return _Fetch.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
+        return _Transfer.apply(self, x, True)  # type: ignore[no-untyped-call, no-any-return]
 
     def send_back(self, x: Tensor) -> Tensor:
-        return _SendBack.apply(self, x)  # type: ignore[no-untyped-call, no-any-return]
+        return _Transfer.apply(self, x, False)  # type: ignore[no-untyped-call, no-any-return]
 
     def _fetched(self, exchange: RowExchange, x: Tensor) -> Tensor:
         out = x.new_empty(self.num_fetched, x.shape[1])
@@ -67,28 +67,19 @@ class SourceRows:
         return total.to(x.dtype)
 
 
-class _Fetch(torch.autograd.Function):
+class _Transfer(torch.autograd.Function):
+    """Fetches rows or sends them back; each is the gradient of the other."""
+
     @staticmethod
-    def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
-        ctx.rows, ctx.exchange = rows, rows.new_exchange()
-        return rows._fetched(ctx.exchange, x)
+    def forward(ctx: Any, rows: SourceRows, x: Tensor, is_fetch: bool) -> Tensor:
+        transfer, ctx.transpose = (rows._fetched, rows._returned)[:: 1 if is_fetch else -1]
+        ctx.exchange = rows.new_exchange()
+        return transfer(ctx.exchange, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.rows._returned(ctx.exchange, grad)
-
-
-class _SendBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: SourceRows, x: Tensor) -> Tensor:
-        ctx.rows, ctx.exchange = rows, rows.new_exchange()
-        return rows._returned(ctx.exchange, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.rows._fetched(ctx.exchange, grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.transpose(ctx.exchange, grad), None
 
 
 def make_edge_list(
@@ -115,5 +106,5 @@ def _sorted_edges(edges: RelationBlocks, source_ids: Tensor, rows: SourceRows) -
         weight=None if edges.weight is None else edges.weight[order],
         attr=None if edges.attr is None else edges.attr[order],
         edge_type=edges.kind,
-        view_order=torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))),
+        view_order=inverse_permutation(order),
     )

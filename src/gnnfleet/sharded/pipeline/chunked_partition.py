@@ -21,7 +21,7 @@ from gnnfleet.graph.partition.chunk_layout import ChunkLayout
 from gnnfleet.graph.partition.shard import DIRECTIONS, HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.local import graph_degrees
 from gnnfleet.graph.views.view_base import Degrees
-from gnnfleet.ops.csr import counting_sort
+from gnnfleet.ops.csr import counting_sort, offsets_of
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks
 
 LOCAL, REMOTE = 0, 1
@@ -162,11 +162,9 @@ class Chunk:
         elif (remote := self.remote_rows(direction)) is not None:
             cols = torch.searchsorted(remote, cols.long()).int()
         rows, counts = torch.unique_consecutive(edge_rows, return_counts=True)
-        indptr = torch.zeros(len(rows) + 1, dtype=torch.int64)
-        indptr[1:] = counts.cumsum(0)
         edge_ids = edges.edge_ids[positions]
         data = {} if table.weight is None else {"weight": table.weight[edge_ids]}
-        return ShardBlock(rows=rows.int(), indptr=indptr, cols=cols, edge_ids=edge_ids, data=data)
+        return ShardBlock(rows=rows.int(), indptr=offsets_of(counts), cols=cols, edge_ids=edge_ids, data=data)
 
     def _block_edges(self, edge_type: EdgeType, direction: str, q: int) -> tuple[Tensor, Tensor]:
         """(positions among the partition's edges, row of each edge) of a block."""

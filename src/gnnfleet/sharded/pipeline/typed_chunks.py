@@ -104,12 +104,12 @@ class TypedChunkView(ChunkView):
     ) -> dict[Any, Tensor]:
         relations = {kind: self.relations[kind] for kind in value}
         by_type = all(isinstance(key, str) for key in dst)
-        values = {edges.kind: self.join({kind.src: value[kind]}) for kind, edges in relations.items()}
-        keys = (
-            values
-            if src is value
-            else {edges.kind: self.join({kind.src: src[kind]}) for kind, edges in relations.items()}
-        )
+
+        def joined(x: Mapping[EdgeType, Tensor]) -> dict[EdgeType, Tensor]:
+            return {edges.kind: self.join({kind.src: x[kind]}) for kind, edges in relations.items()}
+
+        values = joined(value)
+        keys = values if src is value else joined(src)
         if by_type:
             ends: dict[Any, Tensor] = {NODE: self.join(dst)}
         else:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from gnnfleet.comm.all_to_all import ByteBuffer, all_to_all_bytes, all_to_all_lists
 from gnnfleet.comm.halo_exchange import RingExchange
-from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.graph import EdgeType, index_dtype
 from gnnfleet.graph.sampling.sampler import BlockBuilder, Fanouts, SampledEdges, hop_counts, sampling_scale
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view_base import Degrees
-from gnnfleet.ops.csr import CSR, put_segments
+from gnnfleet.ops.csr import CSR, offsets_of, put_segments
 from gnnfleet.ops.draws import DrawKey, Draws, Purpose
 from gnnfleet.ops.sample import Fanout, Frontier, edge_sources, sample
 from gnnfleet.sharded.full_batch.ring_view import RingView
@@ -93,8 +93,7 @@ class DistNeighborSampler:
         self.neighbors = build_in_neighbors(view.blocks, ring, view.owners.counts)
         self.own_nodes = {kind: LocalNodes(rows.node_ids) for kind, rows in view.nodes.items()}
         self._frontiers: list[dict[str, Frontier]] = []
-        max_count = max(view.owners.counts.values(), default=0)
-        self.index_dtype = torch.int32 if max_count <= torch.iinfo(torch.int32).max else torch.int64
+        self.index_dtype = index_dtype(max(view.owners.counts.values(), default=0))
 
     def blocks(
         self, seeds_and_keys: Sequence[tuple[Mapping[str, Tensor], DrawKey]], *, skip_last_hop: bool = False
@@ -224,14 +223,14 @@ class _SamplingRounds:
     def _unpack_reply(self, buffer: ByteBuffer, kind: EdgeType, count: int, m: int, q: int) -> dict[str, Tensor]:
         neighbors = self._neighbors[kind]
         rows, degrees = self._batches[m].nodes[kind.dst].remote_rows[q], self._degrees[m][kind]
-        index_dtype = neighbors.edges.col.dtype
+        column_dtype = neighbors.edges.col.dtype
         if not len(rows):
-            return {"sources": torch.empty(0, dtype=index_dtype)}
+            return {"sources": torch.empty(0, dtype=column_dtype)}
         fresh = len(rows) - len(degrees.first[q])
         degrees.first[q] = torch.cat([degrees.first[q], buffer.read(fresh, torch.int64)])
         degrees.degree[q] = torch.cat([degrees.degree[q], buffer.read(fresh, torch.int64)])
         edges = int(_drawn_counts(degrees.degree[q], self._fanout(count)).sum())
-        data = {"sources": buffer.read(edges, index_dtype)}
+        data = {"sources": buffer.read(edges, column_dtype)}
         for name, values in (("weight", neighbors.weight), ("attr", neighbors.attr)):
             if values is not None:
                 data[name] = buffer.read(edges, values.dtype, 1 if values.dim() == 1 else int(values.shape[1]))
@@ -287,8 +286,7 @@ class _EdgePiece:
 
 def _join(pieces: Sequence[_EdgePiece], degree: Tensor, fanout: Fanout) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(offsets, edge ids, other data) of the edges of all pieces, by row."""
-    offsets = torch.zeros(len(degree) + 1, dtype=torch.int64)
-    torch.cumsum(_drawn_counts(degree, fanout), 0, out=offsets[1:])
+    offsets = offsets_of(_drawn_counts(degree, fanout))
     total = int(offsets[-1])
 
     def join(columns: list[Tensor]) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from gnnfleet.comm.all_to_all import all_to_all_lists
 from gnnfleet.comm.halo_exchange import ExchangePlan, RingExchange, RowTable
-from gnnfleet.graph.graph import EdgeType
+from gnnfleet.graph.graph import EdgeType, index_dtype
 from gnnfleet.graph.views.row_index import RowIndex
-from gnnfleet.ops.csr import CSR
+from gnnfleet.ops.csr import CSR, inverse_permutation, offsets_of
 from gnnfleet.ops.gather import drop_pages, gather, prefetch_pages, read_rows
 from gnnfleet.sharded.full_batch.partition_blocks import PartitionBlocks, RelationBlocks, split_block
 from gnnfleet.sharded.full_batch.row_lookup import OwnershipMap
@@ -88,22 +88,19 @@ def _fetch_source_ids(blocks: PartitionBlocks, ring: RingExchange, kind: str) ->
 
 
 def _in_neighbors(edges: RelationBlocks, sources: list[Tensor], order: Tensor, count: int) -> InNeighbors:
-    index_dtype = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order))
+    position = inverse_permutation(order)
     degree = edges.degree(self_loops=False)[order]
-    indptr = torch.zeros(len(order) + 1, dtype=torch.int64)
-    torch.cumsum(degree, 0, out=indptr[1:])
+    indptr = offsets_of(degree)
     # The in-edges of a node have consecutive store ids: the first id tells where any other goes.
     first = torch.full((len(order),), torch.iinfo(torch.int64).max)
     for block in edges.in_blocks:
         for rows, piece in split_block(block):
             first.scatter_reduce_(0, position[rows], block.edge_ids[piece], "amin")
     has_data = edges.weight is not None or edges.attr is not None
-    col = torch.empty(int(indptr[-1]), dtype=index_dtype)
+    col = torch.empty(int(indptr[-1]), dtype=index_dtype(count))
     partition_order = torch.empty(len(col), dtype=torch.int64) if has_data else None
     for block, source_ids in zip(edges.in_blocks, sources, strict=True):
-        col_ids = source_ids.to(index_dtype)
+        col_ids = source_ids.to(col.dtype)
         for rows, piece in split_block(block):
             at = position[rows]
             at = block.edge_ids[piece] - first[at] + indptr[at]

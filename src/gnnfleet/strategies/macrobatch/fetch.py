@@ -22,6 +22,7 @@ from gnnfleet.graph.sampling.loader import prepare_backward
 from gnnfleet.graph.views.local import LocalView
 from gnnfleet.graph.views.view_base import Degrees, stored_degrees
 from gnnfleet.ops.buffers import empty_buffer
+from gnnfleet.ops.csr import inverse_permutation
 from gnnfleet.ops.gather import gather
 from gnnfleet.sharded.sampling.dist_sampler import DistNeighborSampler, SampledBatch
 from gnnfleet.sharded.sampling.feature_store import FeatureStore
@@ -122,7 +123,7 @@ class MacrobatchFetcher:
             return MacrobatchData(plan, {}, {}, {}, FetchStats(exchanges=1))
         if self.host_cache is None:
             rows, order = self.features.fetch(plan.remote_ids)
-            positions = {kind: _inverse_permutation(sources) for kind, sources in order.items()}
+            positions = {kind: inverse_permutation(sources) for kind, sources in order.items()}
             counts, hits = {kind: len(ids) for kind, ids in plan.remote_ids.items()}, 0
         else:
             later = [follower.host_requests for follower in future]
@@ -217,10 +218,6 @@ def owned_items(task: Task, items: Tensor, rank: int, owner: Callable[[str, Tens
     for kind, positions, ids in task.owners_of_items(items):
         is_owned[positions] = owner(kind, ids) == rank
     return is_owned
-
-
-def _inverse_permutation(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
 WARMUP_BATCHES = 8
