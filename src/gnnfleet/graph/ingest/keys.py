@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -77,17 +77,13 @@ def infer_id_kind(nodes: IdColumn | None, ends: Sequence[IdColumn]) -> IdKind:
     for end in ends:
         if end.kind not in (None, kind):
             assert reference is not None
-            _fail_mismatch(reference, end, kind)
+            expected, actual = ("text", "integers") if kind == "text" else ("integers", "text")
+            raise InputError(
+                f"the id types of two tables differ: {reference.source.shown}, column {reference.column!r} holds "
+                f"{expected}, but {end.source.shown}, column {end.column!r} holds {actual} "
+                f"({end.source.types[end.column]}). Write the ids of both tables in the same type"
+            )
     return kind
-
-
-def _fail_mismatch(reference: IdColumn, end: IdColumn, kind: IdKind) -> NoReturn:
-    expected, actual = ("text", "integers") if kind == "text" else ("integers", "text")
-    raise InputError(
-        f"the id types of two tables differ: {reference.source.shown}, column {reference.column!r} holds {expected}, "
-        f"but {end.source.shown}, column {end.column!r} holds {actual} ({end.source.types[end.column]}). "
-        "Write the ids of both tables in the same type"
-    )
 
 
 @dataclass(frozen=True)

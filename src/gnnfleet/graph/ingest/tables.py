@@ -57,7 +57,12 @@ def import_tables(
         }
         plans: list[tuple[str | EdgeType, NodeTablePlan | EdgeTablePlan]] = [*node_plans.items(), *edge_plans.items()]
         progress.stage("inspecting columns")
-        remarks = _inspect(plans)
+        remarks: list[str] = []
+        for kind, plan in plans:
+            remarks += inspect_labels(plan.source, plan.labels, str(kind))
+            remarks += inspect_features(plan.source, plan.features, plan.used, str(kind))
+        for remark in remarks:
+            _log.info("%s", remark)
         nodes = _import_nodes(duck, out, spec, node_plans, edge_plans, progress)
         edges = _import_edges(duck, out, spec, edge_plans, nodes, progress)
         name = spec.name or Path(output).resolve().name
@@ -74,7 +79,7 @@ def import_tables(
         nodes={kind: imported.counts for kind, imported in nodes.items()},
         edges=edges,
         seconds=time.monotonic() - started,
-        remarks=remarks,
+        remarks=tuple(remarks),
     )
 
 
@@ -84,17 +89,6 @@ def _preparations(store: str) -> dict[str, Any]:
     if not isinstance(prepared, dict):
         raise ConfigError(f"--like needs a store that was imported from tables, found {store}")
     return prepared
-
-
-def _inspect(plans: Sequence[tuple[str | EdgeType, NodeTablePlan | EdgeTablePlan]]) -> tuple[str, ...]:
-    """What columns look like, and what to do about it; also logged."""
-    remarks: list[str] = []
-    for kind, plan in plans:
-        remarks += inspect_labels(plan.source, plan.labels, str(kind))
-        remarks += inspect_features(plan.source, plan.features, plan.used, str(kind))
-    for remark in remarks:
-        _log.info("%s", remark)
-    return tuple(remarks)
 
 
 def classify_tables(

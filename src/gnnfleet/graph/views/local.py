@@ -236,18 +236,15 @@ class LocalView(GraphView):
 
     def edge_list(self, edge_type: EdgeType | None = None) -> EdgeList:
         edge_type = edge_type or self._edge_type
-        edges, ids, num_dst = (
-            self.relations[edge_type],
-            self.nodes[edge_type.src].node_ids,
-            self.nodes[edge_type.dst].num_dst,
-        )
+        edges, sources = self.relations[edge_type], self.nodes[edge_type.src]
+        ids, num_dst = sources.node_ids, self.nodes[edge_type.dst].num_dst
         if "index" not in edges.cache:
             edges.cache["index"] = torch.stack([edges.structure.col.long(), edges.structure.row.long()])
         index, data = edges.cache["index"], (edges.weight, edges.attr)
         table = EdgeList(index, edges.edge_ids, ids, num_dst, len(ids), *data, edge_type)
         if table.is_bipartite or (num_dst == len(ids) and edges.sampling_scale is None):
             return table
-        return replace(table, fetched_degree=self.nodes[edge_type.src].degree, sampling_scale=edges.sampling_scale)
+        return replace(table, fetched_degree=sources.degree, sampling_scale=edges.sampling_scale)
 
     def gather_rows(self, x: Tensor, store_ids: Tensor) -> Tensor:
         return take_rows(x, self._rows.row_index.rows(store_ids, below=x.shape[0]))

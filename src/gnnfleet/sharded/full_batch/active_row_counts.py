@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from gnnfleet.graph.partition.shard import DIRECTIONS, Shard
 from gnnfleet.graph.views.view import MANY_SOURCES
-from gnnfleet.sharded.full_batch.active_rows import MAX_ACTIVE_SHARE, Masks, source_masks
+from gnnfleet.sharded.full_batch.active_rows import Masks, active_levels, source_masks
 from gnnfleet.sharded.step_tracer import RouteKey
 
 
@@ -31,7 +32,7 @@ class ActiveRowCounts:
     """Loads by layer and partition; ``totals`` are the rows of each level, summed over partitions."""
 
     loads: list[list[LayerLoad]]
-    totals: list[int]  # L + 1
+    totals: list[float]  # L + 1
 
     @property
     def many(self) -> tuple[bool, ...]:
@@ -45,17 +46,10 @@ def count_active_rows(shards: Sequence[Shard], loss_rows: Sequence[Masks] | None
         {kind: torch.ones(shard.nodes(kind).count, dtype=torch.bool) for kind in shard.node_types} for shard in shards
     ]
     full_loads = _restricted_loads(shards, all_rows)
-    total, level = _count(all_rows), all_rows if loss_rows is None else list(loss_rows)
-    loads: list[list[LayerLoad]] = []
-    totals: list[int] = []
-    for number in range(layers, -1, -1):
-        count = _count(level)
-        is_full = count > MAX_ACTIVE_SHARE * total
-        totals.insert(0, total if is_full else count)
-        if number:
-            loads.insert(0, full_loads if is_full else _restricted_loads(shards, level))
-            level = all_rows if is_full else _source_level(shards, level)
-    return ActiveRowCounts(loads, totals)
+    last = all_rows if loss_rows is None else list(loss_rows)
+    levels, is_full, totals = active_levels(last, all_rows, layers, _count, partial(_source_level, shards))
+    pairs = list(zip(levels, is_full, strict=True))[1:]
+    return ActiveRowCounts([full_loads if full else _restricted_loads(shards, level) for level, full in pairs], totals)
 
 
 def _count(level: Sequence[Masks]) -> int:

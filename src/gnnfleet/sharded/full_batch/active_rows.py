@@ -8,9 +8,10 @@ L layers; level l has the rows that layer l − 1 computes, level 0 those that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ MAX_ACTIVE_SHARE = 0.75
 Masks = dict[str, Tensor]
 """{node type: [n] bool} of local rows."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class ActiveRows:
@@ -42,18 +45,8 @@ class ActiveRows:
     def compute(cls, shard: Shard, ring: RingExchange, loss_rows: Masks, layers: int) -> ActiveRows | None:
         """Collective. Active rows, given those the loss reads; None if the last layer needs most rows."""
         all_rows = {kind: torch.ones_like(mask) for kind, mask in loss_rows.items()}
-        total = _total(ring, all_rows)
-        level = loss_rows
-        levels: list[Masks] = []
-        is_full: list[bool] = []
-        totals: list[float] = []
-        for number in range(layers, -1, -1):
-            count = _total(ring, level)
-            is_full.insert(0, count > MAX_ACTIVE_SHARE * total)
-            levels.insert(0, all_rows if is_full[0] else level)
-            totals.insert(0, total if is_full[0] else count)
-            if number:
-                level = all_rows if is_full[0] else _source_level(shard, ring, level)
+        count, below = partial(_total, ring), partial(_source_level, shard, ring)
+        levels, is_full, totals = active_levels(loss_rows, all_rows, layers, count, below)
         if is_full[-1]:
             return None
         last_level = {kind: torch.stack([masks[kind] for masks in levels]).sum(0) for kind in shard.node_types}
@@ -177,6 +170,24 @@ class RestrictedShard:
             return torch.arange(len(self._shard.plan(kind, direction).recv[q]))
         mask = self._requests.masks(direction)[0][kind][q]
         return torch.where(mask, mask.long().cumsum(0) - 1, -1)
+
+
+def active_levels(
+    level: T, all_rows: T, layers: int, count: Callable[[T], float], below: Callable[[T], T]
+) -> tuple[list[T], list[bool], list[float]]:
+    """(levels 0 … L, which of them have all rows, their numbers of rows), from the last one down."""
+    total = count(all_rows)
+    levels: list[T] = []
+    is_full: list[bool] = []
+    totals: list[float] = []
+    for number in range(layers, -1, -1):
+        rows = count(level)
+        is_full.insert(0, rows > MAX_ACTIVE_SHARE * total)
+        levels.insert(0, all_rows if is_full[0] else level)
+        totals.insert(0, total if is_full[0] else rows)
+        if number:
+            level = all_rows if is_full[0] else below(level)
+    return levels, is_full, totals
 
 
 def concat_ranges(starts: Tensor, counts: Tensor) -> Tensor:

@@ -100,31 +100,15 @@ class _Propagate(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if not any(needs):
             return (None,) * (1 + len(tensors))
-        needed = _NeededGrads.of(plan, needs)
-        grads = _recompute(plan, tensors, needed, grad, out=out, side=side, fetched=ctx.fetched)
+        grads = _recompute(plan, tensors, needs, grad, out=out, side=side, fetched=ctx.fetched)
         pairs = zip(grads, tensors, strict=True)
         return None, *(None if total is None else total.view_as(tensor).to(tensor.dtype) for total, tensor in pairs)
-
-
-@dataclass(frozen=True)
-class _NeededGrads:
-    src: list[str]
-    dst: list[str]
-    edge: list[str]
-    params: list[int]
-
-    @classmethod
-    def of(cls, plan: PropagateCall, needs: Sequence[bool]) -> _NeededGrads:
-        src, dst, edge = (
-            [name for name, need in plan.named(group, needs).items() if need] for group in ("src", "dst", "edge")
-        )
-        return cls(src, dst, edge, [i for i, need in enumerate(needs[len(plan.names) :]) if need])
 
 
 def _recompute(
     plan: PropagateCall,
     tensors: Sequence[Tensor],
-    needed: _NeededGrads,
+    needs: Sequence[bool],
     grad: Tensor,
     *,
     out: Tensor | None,
@@ -133,20 +117,24 @@ def _recompute(
 ) -> list[Tensor | None]:
     """The gradient of each tensor, None where none is needed."""
     call, src, edge = plan.call(tensors), plan.named("src", tensors), plan.named("edge", tensors)
-    into = propagate_blocks.open_gradients(call, dst=needed.dst, params=needed.params)
-    edge_grads = {name: torch.zeros_like(edge[name]) for name in needed.edge}
+    src_names, dst_names, edge_names = (
+        [name for name, need in plan.named(group, needs).items() if need] for group in ("src", "dst", "edge")
+    )
+    params = [i for i, need in enumerate(needs[len(plan.names) :]) if need]
+    into = propagate_blocks.open_gradients(call, dst=dst_names, params=params)
+    edge_grads = {name: torch.zeros_like(edge[name]) for name in edge_names}
     upstream = propagate_blocks.begin_backward(call, grad, out=out, side=side)
-    like = [(plan.plan, _flat(src[name].detach())) for name in needed.src]
+    like = [(plan.plan, _flat(src[name].detach())) for name in src_names]
 
     def on_rows(q: int, received: list[Tensor]) -> list[Tensor]:
         block_edges = {name: tensor[plan.blocks[q].edges] for name, tensor in edge_grads.items()}
         block = plan.block(q, received, tensors)
-        grads = propagate_blocks.block_backward(call, upstream, block, into=into, src=needed.src, edge=block_edges)
-        return [_flat(grads[name]) for name in needed.src]
+        grads = propagate_blocks.block_backward(call, upstream, block, into=into, src=src_names, edge=block_edges)
+        return [_flat(grads[name]) for name in src_names]
 
     tables, op = plan.row_tables(tensors), "rows of propagate, again"
     sums = exchange_grads(plan.ring, like, tables, on_rows, fetched=fetched, op=op)
-    src_grads = dict(zip(needed.src, sums, strict=True))
+    src_grads = dict(zip(src_names, sums, strict=True))
     grads: dict[str, Mapping[str, Tensor]] = {"src": src_grads, "dst": into.dst, "edge": edge_grads}
     return [grads[group].get(name) for group, name in plan.names] + [
         into.params.get(i) for i in range(len(call.params))

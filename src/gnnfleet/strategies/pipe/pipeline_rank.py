@@ -308,10 +308,7 @@ class PipelineRank:
         """Create the history, the views and the stage. Evaluation exchanges exact rows and has no history."""
         config, job, grid, partition = self._config, self._job, self.grid, self.partition
         codec, exact = WireCodec(config.wire_dtype), WireCodec()
-        halo, exact_halo = (
-            StageHalo(self._stage_world, partition, codec),
-            StageHalo(self._stage_world, partition, exact),
-        )
+        halo, exact_halo = (StageHalo(self._stage_world, partition, encoding) for encoding in (codec, exact))
         reads_remote = grid.chunks_per_partition > 1 or grid.graph_parallel > 1
         self.history = HistoryStore(partition, halo, config.gradient, is_enabled=reads_remote)
         self._chunk_views = [open_chunk_view(job.graph, chunk, self.history) for chunk in partition.chunks]
