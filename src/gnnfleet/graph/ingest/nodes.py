@@ -118,7 +118,11 @@ class NodeImporter:
         parts += [labels.split_select(plan.split)] if plan.split else []
         columns = ", ".join(f"{part} AS c{i}" for i, part in enumerate([source.position, *parts]))
         writer = IdWriter(self.ids_path, kind)
-        arrays = self._open_arrays(plan)
+        arrays = self._arrays
+        if features.columns:
+            arrays["x"] = features.open_array(self.out, f"{self.folder}/x.npy")
+        if plan.labels:
+            arrays["y"] = plan.labels.open_array(self.out, f"{self.folder}/y.npy")
         self.duck.keep_order(True)
         codes = []
         for batch in self.duck.stream(source.scan(columns), features.rows_per_batch):
@@ -142,13 +146,6 @@ class NodeImporter:
         if plan.split:
             self.split = torch.from_numpy(np.concatenate([np.empty(0, np.int8), *codes]))[None]
         return writer.close()
-
-    def _open_arrays(self, plan: NodeTablePlan) -> dict[str, ArrayWriter]:
-        if plan.features.columns:
-            self._arrays["x"] = plan.features.open_array(self.out, f"{self.folder}/x.npy")
-        if plan.labels:
-            self._arrays["y"] = plan.labels.open_array(self.out, f"{self.folder}/y.npy")
-        return self._arrays
 
     def _add_empty(self, plan: NodeTablePlan, added: int) -> None:
         """Append nodes without a row in the table: features 0, no label, no split."""

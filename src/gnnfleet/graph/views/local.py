@@ -220,8 +220,9 @@ class LocalView(GraphView):
         self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int], value: Tensor, **inputs: Any
     ) -> Tensor:
         def stack() -> StackedEdges:
-            edges = {kind: (self.relations[kind].structure, self.relations[kind].edge_ids) for kind in kinds}
-            return StackedEdges.of(edges, num_dst, [self.edge_types.index(kind) for kind in kinds])
+            relations = {kind: self.relations[kind] for kind in kinds}
+            edges = {kind: (table.structure, table.structure.row, table.edge_ids) for kind, table in relations.items()}
+            return StackedEdges.of(edges, num_dst, self.edge_types)
 
         edges: StackedEdges = self.merged.get(self.relations, (kinds, tuple(num_dst)), stack)
         return attend(edges.structure, value, edge_ids=edges.edge_ids if inputs["dropout"] else None, **inputs)

@@ -6,7 +6,7 @@ coefficient of its edges. Attention over relations stacks the rows of their ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -62,27 +62,25 @@ class StackedEdges:
 
     @classmethod
     def of(
-        cls, relations: Mapping[EdgeType, tuple[CSR, Tensor]], num_dst: Mapping[Any, int], numbers: Sequence[int]
+        cls,
+        tables: Mapping[EdgeType, tuple[CSR, Tensor, Tensor]],
+        num_dst: Mapping[Any, int],
+        kinds: Sequence[EdgeType],
     ) -> StackedEdges:
-        """``relations`` has the edges of each type with their ids, ``numbers`` its number among all edge types."""
-        starts = stack_starts(relations, num_dst)
-        rows = torch.cat([edges.row + starts[kind] for kind, (edges, _) in relations.items()])
-        shifts = accumulate([0, *(edges.num_cols for edges, _ in relations.values())])
-        cols = torch.cat([edges.col + shift for (edges, _), shift in zip(relations.values(), shifts, strict=False)])
-        ids = [ids + number * RELATION_IDS for (_, ids), number in zip(relations.values(), numbers, strict=True)]
-        indptr, order = csr.counting_sort(rows, sum(num_dst.values()))
-        num_cols = sum(edges.num_cols for edges, _ in relations.values())
-        return cls(CSR(indptr, cols[order], num_cols), torch.cat(ids)[order])
+        """``tables`` has the edges of each type with their rows and ids, ``kinds`` are all edge types."""
+        starts = dict(zip(num_dst, accumulate([0, *num_dst.values()]), strict=False))
+        rows, cols, ids, num_cols = [], [], [], 0
+        for kind, (edges, edge_rows, edge_ids) in tables.items():
+            rows.append(edge_rows + starts[kind if kind in starts else kind.dst])
+            cols.append(edges.col + num_cols)
+            ids.append(edge_ids + kinds.index(kind) * RELATION_IDS)
+            num_cols += edges.num_cols
+        indptr, order = csr.counting_sort(torch.cat(rows), sum(num_dst.values()))
+        return cls(CSR(indptr, torch.cat(cols)[order], num_cols), torch.cat(ids)[order])
 
 
 RELATION_IDS = 1 << 50
 """Edges of stacked types are drawn for by their store edge id plus a multiple of this."""
-
-
-def stack_starts(kinds: Iterable[EdgeType], num_dst: Mapping[Any, int]) -> dict[EdgeType, int]:
-    """The first stacked row of the destinations of each edge type."""
-    starts = dict(zip(num_dst, accumulate([0, *num_dst.values()]), strict=False))
-    return {kind: starts[kind if kind in starts else kind.dst] for kind in kinds}
 
 
 class LazyMergedRelations:

@@ -7,7 +7,7 @@ the other blocks are the same. P partitions, n local rows of a type, R of them w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from gnnfleet.graph.graph import EdgeType
 from gnnfleet.graph.partition.shard import HaloPlan, ShardBlock, ShardNodes
 from gnnfleet.graph.views.edge_list import EdgeList
 from gnnfleet.graph.views.local import SELF_LOOP_IDS, fill_loops, select_or_fill
-from gnnfleet.graph.views.merged_relations import RELATION_IDS, stack_starts
+from gnnfleet.graph.views.merged_relations import StackedEdges
 from gnnfleet.graph.views.view_base import LOOPS, Degrees, NodeRows, edge_factors, last_loops_of, selected_degrees
 from gnnfleet.ops.csr import CSR, counting_sort
 
@@ -251,7 +251,8 @@ class PartitionBlocks:
     def stacked(self, kinds: tuple[EdgeType, ...], num_dst: Mapping[Any, int]) -> tuple[EdgeBlock, ...]:
         """In-edges of some types as one: sources stacked by edge type, destinations by the keys of ``num_dst``."""
         if (kinds, tuple(num_dst)) not in self._stacked:
-            self._stacked[kinds, tuple(num_dst)] = _stack([self.edges[kind] for kind in kinds], self.edges, num_dst)
+            relations = [self.edges[kind] for kind in kinds]
+            self._stacked[kinds, tuple(num_dst)] = _stack(relations, list(self.edges), num_dst)
         return self._stacked[kinds, tuple(num_dst)]
 
     def merged(self, reduce: str, *, weighted: bool) -> MergedEdges:
@@ -299,7 +300,11 @@ class MergedEdges:
             rows = [edge_rows(block) for block in blocks]
             sizes = torch.tensor(list(map(len, rows)))
             factor = torch.cat([values[block.edges] for values, block in zip(edge_factor, blocks, strict=True)])
-            merged, order = _join(blocks, torch.cat(rows), start)
+            indptr, order = counting_sort(torch.cat(rows), blocks[0].num_rows)
+            cols = torch.cat([block.structure.col for block in blocks])[order]
+            edge_ids = torch.cat([block.edge_ids for block in blocks])[order]
+            structure = CSR(indptr, cols, blocks[0].structure.num_cols)
+            merged = _new_block(structure, edge_ids, start, is_local=blocks[0].rows is None)
             merged_blocks.append(merged)
             types.append(torch.repeat_interleave(torch.arange(len(relations)), sizes)[order])
             factors.append(factor[order])
@@ -313,37 +318,26 @@ class MergedEdges:
 
 
 def _stack(
-    relations: Sequence[RelationBlocks], all_kinds: Iterable[EdgeType], num_dst: Mapping[Any, int]
+    relations: Sequence[RelationBlocks], all_kinds: Sequence[EdgeType], num_dst: Mapping[Any, int]
 ) -> tuple[EdgeBlock, ...]:
-    first_row = stack_starts([edges.kind for edges in relations], num_dst)
-    numbers = {kind: number * RELATION_IDS for number, kind in enumerate(all_kinds)}
     stacked: list[EdgeBlock] = []
     for q in range(len(relations[0].in_blocks)):
-        blocks, rows, num_cols = [], [], 0
-        for edges in relations:
-            block = edges.in_blocks[q]
-            structure = CSR(block.structure.indptr, block.structure.col + num_cols, num_cols)
-            rows.append(edge_rows(block) + first_row[edges.kind])
-            blocks.append(replace(block, structure=structure, edge_ids=block.edge_ids + numbers[edges.kind]))
-            num_cols += block.structure.num_cols
-        structure = replace(blocks[0].structure, num_cols=num_cols)
-        blocks[0] = replace(blocks[0], structure=structure, num_rows=sum(num_dst.values()))
-        stacked.append(_join(blocks, torch.cat(rows), stacked[-1].edges.stop if stacked else 0)[0])
+        blocks = {edges.kind: edges.in_blocks[q] for edges in relations}
+        tables = {kind: (block.structure, edge_rows(block), block.edge_ids) for kind, block in blocks.items()}
+        edges = StackedEdges.of(tables, num_dst, all_kinds)
+        start = stacked[-1].edges.stop if stacked else 0
+        stacked.append(_new_block(edges.structure, edges.edge_ids, start, is_local=q == relations[0].part))
     return tuple(stacked)
 
 
-def _join(blocks: Sequence[EdgeBlock], rows: Tensor, start: int) -> tuple[EdgeBlock, Tensor]:
-    """(the edges of several blocks as one, their order)."""
-    first = blocks[0]
-    indptr, order = counting_sort(rows, first.num_rows)
-    col = torch.cat([block.structure.col for block in blocks])[order]
-    edge_ids = torch.cat([block.edge_ids for block in blocks])[order]
-    rows_with_edges: Tensor | None = None
-    if first.rows is not None:
-        rows_with_edges = indptr.diff().nonzero()[:, 0].to(torch.int32)
-        indptr = torch.cat([indptr[:-1][rows_with_edges.long()], indptr[-1:]])
-    structure = CSR(indptr, col, first.structure.num_cols)
-    return EdgeBlock(structure, rows_with_edges, first.num_rows, edge_ids, slice(start, start + len(col))), order
+def _new_block(structure: CSR, edge_ids: Tensor, start: int, *, is_local: bool) -> EdgeBlock:
+    """A block of edges by row; rows without edges are left out unless it is the local block."""
+    indptr, num_rows = structure.indptr, structure.num_rows
+    rows: Tensor | None = None
+    if not is_local:
+        rows = indptr.diff().nonzero()[:, 0].to(torch.int32)
+        structure = CSR(torch.cat([indptr[:-1][rows.long()], indptr[-1:]]), structure.col, structure.num_cols)
+    return EdgeBlock(structure, rows, num_rows, edge_ids, slice(start, start + len(edge_ids)))
 
 
 def _full_indptr(block: ShardBlock, rows: int) -> Tensor:
