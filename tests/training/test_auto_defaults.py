@@ -55,7 +55,10 @@ def test_kinds_of_features() -> None:
     for x in (dense, counts, scaled, shifted, torch.ones(1000, 2)):
         graph = random_graph(homophily=0.5, x=x)
         kinds.append(measure_facts(graph, graph.single_nodes, graph.single_nodes.split[0]).features)
-    assert kinds == ["plain", "bag of words", "other scales", "other scales", "plain"]
+    bare = gf.Graph(graph.single_edges.edge_index(), y=graph.single_nodes.y, split=graph.single_nodes.split)
+    kinds.append(measure_facts(bare, bare.single_nodes, bare.single_nodes.split[0]).features)
+    assert with_auto_defaults(bare, {}, quiet=True)["model"]["embedding"] == 64
+    assert kinds.pop() == "none" and kinds == ["plain", "bag of words", "other scales", "other scales", "plain"]
 
 
 def test_settings_of_the_user_stay(caplog: pytest.LogCaptureFixture) -> None:

@@ -98,6 +98,8 @@ def choose_defaults(
         chosen["model.norm"] = "none" if few or facts.is_regression else norm  # norms drop the size of a value
         chosen["model.dropout"] = 0.0 if facts.is_regression else 0.5 if few else 0.3
         chosen["model.residual"] = not few
+    if facts.features == "none" and model != "sign":
+        chosen["model.embedding"] = 64
     if facts.features in ("bag of words", "other scales"):
         chosen["model.input_norm"] = "sum" if facts.features == "bag of words" else "standardize"
     if mixed and not few:
@@ -128,7 +130,9 @@ def measure_facts(graph: Graph, nodes: Nodes, split: Tensor) -> GraphFacts:
         homophily = _adjusted_homophily(graph.single_edges, y, is_train)
     validates = bool(((split == VAL) & is_labelled).any())
     per_class = count if nodes.regression else count / max(nodes.num_classes, 1)
-    return GraphFacts(per_class, nodes.regression, _feature_kind(nodes.x), homophily, is_hetero, validates)
+    has_features = any(table.x is not None and table.x.shape[1] for table in graph.nodes.values())
+    features = _feature_kind(nodes.x) if has_features else "none"
+    return GraphFacts(per_class, nodes.regression, features, homophily, is_hetero, validates)
 
 
 def _adjusted_homophily(edges: Edges, y: Tensor, is_train: Tensor) -> float | None:
@@ -148,7 +152,7 @@ def _adjusted_homophily(edges: Edges, y: Tensor, is_train: Tensor) -> float | No
 
 def _feature_kind(x: Tensor | None) -> str:
     if x is None or not x.shape[1]:
-        return "none"
+        return "plain"  # of the type that is predicted; others have some
     rows = sample_rows(x)
     if bool((rows >= 0).all()) and float((rows == 0).double().mean()) >= _SPARSE:
         return "bag of words"
