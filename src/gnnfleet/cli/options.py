@@ -77,8 +77,8 @@ def _option(panel: str, metavar: str, text: str, *names: str) -> Any:
 _of_model, _of_execution = partial(_option, MODEL_PANEL), partial(_option, EXECUTION_PANEL)
 ModelOption = _of_model(
     "NAME",
-    "sage (default), gcn, gat, gatv2, gin, gcn2, res+, sign; several node or edge types: rgcn, sign, hetero-sage, "
-    "hetero-gat, hetero-gatv2, hetero-gin, hgt; or file.py:factory for your own model. "
+    "sage, gcn, gat, gatv2, gin, gcn2, res+, sign; several node or edge types: rgcn, sign, hetero-sage, "
+    "hetero-gat, hetero-gatv2, hetero-gin, hgt; or file.py:factory for your own model. Default: chosen for the graph. "
     "For event streams: tgn (default), tgn-id, tgat.",
     "--model",
     "-m",

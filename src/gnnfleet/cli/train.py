@@ -73,12 +73,12 @@ def train(
     """Train a model and evaluate the weights of the best epoch, by validation metric, on the test split.
 
     An interrupted run continues with --resume and ends with the same weights. Command-line options override --set,
-    which overrides --config. Common parameters and their defaults:
+    which overrides --config. What is left open is chosen for the graph, and printed. Common parameters:
 
-    model.hidden=256  model.layers=3  model.dropout=0.5  model.norm=none
-    train.epochs=100  train.lr=0.01  train.weight_decay=0.0005  train.patience=0
+    model.hidden  model.layers  model.dropout  model.norm  model.input_norm
+    train.epochs  train.lr  train.patience  train.schedule  train.metric
 
-    All parameters: docs/defaults.md. Models: docs/models.md.
+    All parameters and defaults: docs/defaults.md. Models: docs/models.md. Search for better values: gnnfleet tune.
     """
     launch_env = options.start_process()
     from gnnfleet.graph.store import open_store
