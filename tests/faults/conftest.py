@@ -14,7 +14,12 @@ from tests.faults.driving import Driver
 from tests.faults.trials import ForkServer
 from tests.graphs import communities
 
-UNINTERRUPTED: dict[str, Any] = {"strategy": "sar", "workers": 2, "model": {"name": "sage", "hidden": 8, "layers": 2}}
+UNINTERRUPTED: dict[str, Any] = {
+    "strategy": "sar",
+    "workers": 2,
+    "model": {"name": "sage", "hidden": 8, "layers": 2},
+    "auto_defaults": False,
+}
 
 
 @pytest.fixture(scope="session")

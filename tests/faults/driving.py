@@ -16,7 +16,7 @@ from tests.faults.trials import TIMEOUT, wait_until
 from tests.shell import child_environment, set_options, start
 
 RECIPE = Path(__file__).parents[2] / "examples" / "clusters" / "torchrun.sh"
-MODEL = ("--set", "model.hidden=8", "--set", "model.layers=2")
+MODEL = ("--set", "model.hidden=8", "--set", "model.layers=2", "--set", "auto_defaults=false")
 FAST_TMA = {"strategy.interval": 0.2, "strategy.silence": 1.5, "strategy.fanouts": "[5,5]", "strategy.batch": 64}
 
 

@@ -28,6 +28,7 @@ SAR: dict[str, Any] = {
     "strategy": "sar",
     "workers": SIZE,
     "model": {"hidden": 128, "layers": 2, "dropout": 0.0},
+    "auto_defaults": False,
     "partition": "random",  # most rows are exchanged: messages are large enough for shared memory
     "train": {"epochs": 40, "checkpoint_seconds": 0.2},
 }

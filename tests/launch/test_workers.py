@@ -84,7 +84,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(tmp_path: Path) -> None
     options: dict[str, Any] = {"model": model, "precision": "float64", "seed": 1, "checkpoint_seconds": 0}
     uninterrupted = train(store, **options, epochs=9, run_dir=tmp_path / "uninterrupted")
     settings = [f"--set=model.{option}={model[option]}" for option in ("hidden", "layers", "embedding")]
-    line = ["train", store, "-s", "sar", *settings, "--precision", "float64", "--seed", "1"]
+    line = ["train", store, "-s", "sar", "--model", "sage", *settings, "--precision", "float64", "--seed", "1"]
     line += ["--run-dir", tmp_path / "resumed"]
     run_json(*line, "-w", "2", "--set", "train.epochs=4")
     record = run_json(*line, "-w", "3", "--set", "train.epochs=9", "--resume")

@@ -105,7 +105,7 @@ def test_all_neighbours_equal_the_whole_graph_on_several_node_types(
         torch.testing.assert_close(cached.predict().logits, full_batch.predict().logits, rtol=1e-7, atol=1e-9)
     fanouts = {str(edge_type): [3, 2] for edge_type in graph.edges}
     _, sampled_losses = fit(graph, run_settings(model, {"batch": 50, "fanouts": fanouts}), epochs=8)
-    assert sampled_losses[-1][0] < sampled_losses[0][0]
+    assert sum(loss for loss, _ in sampled_losses[-5:]) < sum(loss for loss, _ in sampled_losses[:5])
 
 
 @pytest.mark.parametrize("model", [{"name": "sage"}, {"name": "gat"}], ids=lambda m: m["name"])

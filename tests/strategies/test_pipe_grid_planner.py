@@ -117,7 +117,8 @@ def test_aggregates_of_many_relations_are_cached_only_on_request() -> None:
     cases: list[tuple[int, Any, bool]] = [(8, "auto", True), (9, "auto", False), (9, True, True), (1, False, False)]
     for relations, option, cached in cases:
         task = SimpleNamespace(masks_edges=False)
-        job: Any = SimpleNamespace(graph=SimpleNamespace(edges=range(relations)), task=task)
+        graph, model = SimpleNamespace(nodes=range(1), edges=range(relations)), SimpleNamespace(is_precomputed=False)
+        job: Any = SimpleNamespace(graph=graph, task=task, model=model)
         assert should_cache_inputs(PipeConfig(cache_inputs=option), job) is cached
 
 
