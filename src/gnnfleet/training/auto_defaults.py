@@ -95,13 +95,16 @@ def choose_defaults(
     if (model or chosen["model.name"]) not in ("gcn2", "res+"):  # those are deep, with norms and residuals of their own
         chosen["model.layers"] = 2 if few or facts.is_hetero else 10 if mixed and not is_sampled else 3
         norm = "batch" if mixed and batch_norm else "layer"
-        chosen["model.norm"] = "none" if few or facts.is_regression else norm  # norms drop the size of a value
+        has_norm = not facts.is_regression and (facts.is_hetero or not few)  # norms drop the size of a value
+        chosen["model.norm"] = norm if has_norm else "none"
         chosen["model.dropout"] = 0.0 if facts.is_regression else 0.5 if few else 0.3
         chosen["model.residual"] = not few
     if facts.features == "none" and model != "sign":
         chosen["model.embedding"] = 64
-    if facts.features in ("bag of words", "other scales"):
-        chosen["model.input_norm"] = "sum" if facts.features == "bag of words" else "standardize"
+    if facts.features == "other scales":
+        chosen["model.input_norm"] = "standardize"
+    elif facts.features == "bag of words" and few and not facts.is_hetero:  # norms and depth stall on tiny inputs
+        chosen["model.input_norm"] = "sum"
     if mixed and not few:
         chosen["model.hidden"] = 64
     chosen["train.lr"] = 0.01 if few or mixed or facts.is_regression else 0.003
