@@ -97,7 +97,7 @@ CASES = [
     ("{}/good --seed x", 2, "Invalid value for '--seed'"),
     ("{}/good --precision flat32", 2, "'flat32' is not one of 'float32', 'bf16', 'float64': did you mean 'float32'?"),
     ("{}/good --memory 1GiB", 2, "of plans; for strategy local use --set evaluation_memory=SIZE"),
-    ("{}/bare", 2, "no features: set model.embedding=64"),
+    ("{}/bare --set auto_defaults=false", 2, "no features: set model.embedding=64"),
     ("{}/events", 2, "edges have times: train on events with --strategy temporal"),
     ("{}/wrong.toml", 4, "wrong.toml is a file, not a store: import it first"),
     ("{}/wrong", 3, "label 12 is out of range: expected 0 to 9"),

@@ -145,10 +145,14 @@ def _checked(model: Any, name: str, out_channels: int, graph: Graph, execution: 
         raise ConfigError(f"{name} returned a model without layers: pass them to gf.nn.Model(layers)")
     synchronised = {id(module.module) for module in model.modules() if isinstance(module, BatchNorm)}
     for path, module in model.named_modules():
-        used = f"{name} uses torch.nn.{type(module).__name__} ({path})"
+        kind = type(module).__name__
         if isinstance(module, _DROPOUTS) and module.p:
-            raise ConfigError(f"{used}, which no run can reproduce: use view.dropout(x, p)")
+            raise ConfigError(
+                f"{name} uses torch.nn.{kind} ({path}), which no run can reproduce: use view.dropout(x, p)"
+            )
         if isinstance(module, _NORMS) and id(module) not in synchronised:
-            raise ConfigError(f"{used}, which sees only the nodes of one machine: use gf.nn.BatchNorm")
+            raise ConfigError(
+                f"{name} uses torch.nn.{kind} ({path}), which sees only the nodes of one machine: use gf.nn.BatchNorm"
+            )
     model.out_channels = out_channels
     return model

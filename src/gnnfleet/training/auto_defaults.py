@@ -16,6 +16,7 @@ from torch import Tensor
 from gnnfleet.config.resolve import flatten, named_group, overlay, resolve, unflatten
 from gnnfleet.config.schema import RunConfig, SettingsTree
 from gnnfleet.errors import ConfigError
+from gnnfleet.graph.events.event_stream import is_event_graph
 from gnnfleet.graph.graph import TRAIN, VAL, Edges, Graph, Nodes, labelled_rows
 from gnnfleet.nn.base import Model
 from gnnfleet.nn.config import TEMPORAL_MODELS
@@ -133,7 +134,9 @@ def measure_facts(graph: Graph, nodes: Nodes, split: Tensor) -> GraphFacts:
         homophily = _adjusted_homophily(graph.single_edges, y, is_train)
     validates = bool(((split == VAL) & is_labelled).any())
     per_class = count if nodes.regression else count / max(nodes.num_classes, 1)
-    has_features = any(table.x is not None and table.x.shape[1] for table in graph.nodes.values())
+    has_features = is_event_graph(graph) or any(
+        table.x is not None and table.x.shape[1] for table in graph.nodes.values()
+    )
     features = _feature_kind(nodes.x) if has_features else "none"
     return GraphFacts(per_class, nodes.regression, features, homophily, is_hetero, validates)
 

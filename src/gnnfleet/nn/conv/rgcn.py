@@ -74,7 +74,8 @@ class RGCNConv(Conv):
                 combined = self._combine(view, x, weighted=weighted)
                 if combined is not None:
                     return combined
-            by_type = self.forward(view, {name: x}, aggregated=aggregated, weighted=weighted)
+            # A torch_geometric module that lends its attributes may have another forward.
+            by_type = RGCNConv.forward(self, view, {name: x}, aggregated=aggregated, weighted=weighted)
             assert isinstance(by_type, dict)
             return by_type[name]
         if aggregated is None:  # without ``relations`` weights go by the order of all edge types
