@@ -111,8 +111,7 @@ class _Trace:
             self._rows.append([node for node in live if not self._convolutions.isdisjoint(users[node])])
             self._carried.append([node for node in live if self._convolutions.isdisjoint(users[node])])
         self._shapes = self._measure(root, sample)
-        self._relus = {conv: user for conv in self._convolutions for user in conv.users if _is_relu(user, root)}
-        self._relus = {conv: relu for conv, relu in self._relus.items() if len(conv.users) == 1}
+        self._relus = {conv: relu for conv in self._convolutions if (relu := _relu_behind(conv, root)) is not None}
 
     @property
     def feature_reader(self) -> tuple[str, bool] | None:
@@ -221,10 +220,16 @@ class _Trace:
         return {n: part.reshape(len(part), *self._shapes[n]) for n, part in zip(nodes, columns, strict=True)}
 
 
-def _is_relu(node: fx.Node, root: torch.nn.Module) -> bool:
-    if node.op == "call_module":
-        return type(root.get_submodule(str(node.target))) is torch.nn.ReLU
-    return node.target in (torch.relu, torch.relu_, functional.relu, "relu", "relu_")
+def _relu_behind(node: fx.Node, root: torch.nn.Module) -> fx.Node | None:
+    """The ReLU that alone reads a tensor, perhaps behind norms that are Identity modules."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(module) is torch.nn.ReLU or node.target in (torch.relu, torch.relu_, functional.relu, "relu", "relu_"):
+            return node
+        if type(module) is not torch.nn.Identity:
+            return None
+    return None
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor | None:
