@@ -104,7 +104,7 @@ def choose_defaults(
         chosen["model.embedding"] = 64
     if facts.features == "other scales":
         chosen["model.input_norm"] = "standardize"
-    elif facts.features == "bag of words" and few and not facts.is_hetero:  # norms and depth stall on tiny inputs
+    elif facts.features == "bag of words" and few:  # deep models stall on tiny inputs
         chosen["model.input_norm"] = "sum"
     if mixed and not few:
         chosen["model.hidden"] = 64
