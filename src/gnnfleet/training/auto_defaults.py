@@ -38,7 +38,7 @@ _SCALES = 10.0  # root mean square of a column, and its ratio to the median, fro
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Facts that defaults depend on. ``homophily`` is adjusted for class sizes: 0 for random labels, 1 for equal ones."""
+    """Facts that defaults depend on. ``homophily`` is adjusted for class sizes: 0 at random, 1 for equal labels."""
 
     labels_per_class: float  # of a regression: all
     is_regression: bool
